@@ -17,7 +17,7 @@ from scripts.harness.process import ROOT, SERVE, Program
 from scripts.models import formatter, tiny
 
 PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
-PLAIN_TWICE = "plain-twice"
+PLAIN_TWICE, RUST = "plain-twice", "rust"
 KEYS, STATISTICS, TRACED = "keys", "statistics", "traced"
 """The servers. The last two keep vLLM's statistics, which traces need."""
 CHAT, COMPLETIONS, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
@@ -80,6 +80,13 @@ ARMS = (
 )
 
 
+RUST_ARMS = (
+    Arm("vLLM in Rust", RUST, COMPLETIONS, completion, VLLM),
+    Arm("vLLM in Rust, chat", RUST, CHAT, chat, VLLM_CHAT),
+    Arm("vLLM in Rust, logprobs", RUST, COMPLETIONS, logprobs, VLLM_LOGPROBS),
+)
+
+
 def again(arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
     """The same, of another checkout."""
     ours = [arm for arm in arms if arm.server == SLIPWAY]
@@ -102,8 +109,11 @@ def servers(
     names: set[str],
     before: Path | None,
     more: Mapping[str, str] = MappingProxyType({}),
+    rust: Path | None = None,
 ) -> dict[str, Program]:
-    """The arms of these names, started together. more: options that all of them have besides."""
+    """The arms of these names, started together. more: options that all of them have besides.
+    rust: vLLM's front end in Rust.
+    """
     model = str(tiny.make())
     asked = {
         "OPTION_MODEL_ID": model,
@@ -119,11 +129,14 @@ def servers(
 
     def start(name: str) -> Program:
         log = folder / name
-        if name in (PLAIN, PLAIN_TWICE):
+        if name in (PLAIN, PLAIN_TWICE, RUST):
             quiet = "--disable-uvicorn-access-log"
             count = 2 if name == PLAIN_TWICE else 1
             plan = planned(asked)
-            return plain_vllm(plan, model, quiet, log=log, environ=asked, processes=count)
+            front = rust if name == RUST else None
+            return plain_vllm(
+                plan, model, quiet, log=log, environ=asked, processes=count, rust=front
+            )
         if name == FORMATTER:
             formatted = folder / "model"
             if not formatted.exists():
@@ -145,6 +158,6 @@ def servers(
         stack.enter_context(stub).ready()
         collector = stub_replica.collects(stub.url)
     found = {name: stack.enter_context(start(name)) for name in sorted(names)}
-    for server in found.values():
-        server.ready()
+    for name, server in found.items():
+        server.ready(path="/health" if name == RUST else "/ping")
     return found

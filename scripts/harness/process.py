@@ -89,13 +89,13 @@ class Program:
         finally:
             self.end()
 
-    def ready(self, seconds: float = START_S) -> None:
-        """Wait until its /ping is 200. Raises NotReady."""
+    def ready(self, seconds: float = START_S, path: str = "/ping") -> None:
+        """Wait until it answers this path with 200. Raises NotReady."""
         deadline = time.monotonic() + seconds
         with httpx.Client(base_url=self.url, timeout=10, verify=False) as client:
             while self.process.poll() is None and time.monotonic() < deadline:
                 with contextlib.suppress(httpx.TransportError):
-                    if client.get("/ping").status_code == 200:
+                    if client.get(path).status_code == 200:
                         self.children()
                         return
                 time.sleep(0.1)

@@ -65,9 +65,10 @@ QUICK = Patch(
             "self, logprobs_lists",
         ),
         Name("vllm.v1.engine.logprobs:LogprobsProcessor.from_new_request", "tokenizer, request"),
+        Name("vllm.v1.engine.logprobs:LogprobsProcessor", has=("tokenizer",)),
     ),
-    does="Passes a token to its stream without an output object.",
-    why="This halves vLLM's time to read a token.",
+    does="Passes a token to its stream without an output object, and remembers tokens' texts.",
+    why="This halves vLLM's time to read a token, with log probabilities and without.",
     without="each streamed token takes more of the CPU",
     closed=False,
 )
