@@ -448,7 +448,7 @@ def test_the_bodies_are_of_many_kinds(answers):
 
 
 def step(choice: dict[str, Any]) -> Step:
-    """A choice of an event, as a step."""
+    """Return a choice of an event as a step."""
     logprobs, prompt = choice["logprobs"], choice["prompt_token_ids"]
     return Step(
         *(choice["text"], choice["token_ids"], logprobs["tokens"], logprobs["token_logprobs"]),

@@ -207,7 +207,7 @@ def stream(made, *choices):
 
 
 def step(choice):
-    """A choice's part of an event of OpenAI's, as a step."""
+    """Return a choice of an event as a step."""
     logprobs, prompt = choice["logprobs"] or {}, choice["prompt_token_ids"]
     return Step(
         *(choice["text"], choice["token_ids"] or ()),

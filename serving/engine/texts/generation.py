@@ -66,8 +66,8 @@ class Answer(Protocol):
     def token(
         self, text: str, token_ids: Sequence[int], logprobs: Any, prompt: int
     ) -> bytes | None:
-        """As part(), of what comes between the first tokens of a prompt and its last ones, where
-        it has one answer.
+        """Return the event of further tokens, or None. Neither the first tokens of a prompt nor its
+        last ones come here, and it has one answer.
         """
 
     def end(self) -> Iterable[bytes]:
@@ -318,8 +318,8 @@ def _session(more: Mapping[str, Any] | None) -> str | None:
 
 
 def shown(request: Any, asked: int | None, beside: int = 0) -> int | None:
-    """How many log probabilities of a position are written; None for all. asked: how many the
-    request asks for. beside: how many are written beside them.
+    """Return the number of log probabilities that are written for a position; None for all. asked:
+    the number that the request asks for. beside: the number of further ones.
     """
     return None if request.logprob_token_ids or asked == -1 else (asked or 0) + beside
 

@@ -168,7 +168,7 @@ async def test_an_event_that_cannot_be_made_breaks_off_its_stream_alone(client):
 
 
 async def test_a_stream_begins_in_its_task_with_its_first_token(client):
-    """What vLLM says of a prompt before it has a token may be no event, and has the prompt."""
+    """vLLM may report a prompt before its first token."""
     client.task.cancel()
     await asyncio.wait([client.task])
     other = Client()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """In the server's process: the arrays in the engine's outputs.
 
-What: vLLM's decoder of what the engine sends, by a subclass in its place from the start.
-Why: a token's log probabilities are three arrays of one number. vLLM makes each in two steps, after
-it has compared the array's class with four others.
+What: vLLM's decoder of the engine's messages. A subclass replaces it at the start.
+Why: a token's log probabilities are three arrays of one number. vLLM makes each array in two steps,
+after it has compared the array's class with others.
 Upstream: vllm/v1/serial_utils.py.
 Without it: a token with log probabilities takes more of the CPU.
 """
