@@ -21,7 +21,7 @@ def test_a_tokenizer_as_vllm_has_it_is_used(tokenizer):
 
 
 def test_another_class_is_not_used(tokenizer):
-    class OfAModel(PreTrainedTokenizerFast):
+    class OfAModel(PreTrainedTokenizerFast):  # type: ignore[misc]
         """A class of remote code."""
 
     assert plain_tokenizer(OfAModel(tokenizer_object=tokenizer.backend_tokenizer)) is None
