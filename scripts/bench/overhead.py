@@ -74,6 +74,7 @@ def plain_vllm(
         *vllm.arguments(plan.engine(model, None)),
         *more,
         environ={**plan.environment, **environ, **front},
+        health="/health" if rust else "/ping",
         log=log,
     )
 

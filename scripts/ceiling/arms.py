@@ -158,6 +158,6 @@ def servers(
         stack.enter_context(stub).ready()
         collector = stub_replica.collects(stub.url)
     found = {name: stack.enter_context(start(name)) for name in sorted(names)}
-    for name, server in found.items():
-        server.ready(path="/health" if name == RUST else "/ping")
+    for server in found.values():
+        server.ready()
     return found

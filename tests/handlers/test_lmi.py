@@ -210,9 +210,13 @@ def step(choice):
     """Return a choice of an event as a step."""
     logprobs, prompt = choice["logprobs"] or {}, choice["prompt_token_ids"]
     return Step(
-        *(choice["text"], choice["token_ids"] or ()),
-        *(logprobs.get("tokens", ()), logprobs.get("token_logprobs", ())),
-        *(choice["finish_reason"], choice["stop_reason"], prompt and len(prompt)),
+        choice["text"],
+        choice["token_ids"] or (),
+        logprobs.get("tokens", ()),
+        logprobs.get("token_logprobs", ()),
+        choice["finish_reason"],
+        choice["stop_reason"],
+        prompt and len(prompt),
     )
 
 

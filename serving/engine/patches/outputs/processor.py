@@ -13,7 +13,7 @@ vLLM makes an output object of every token.
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from vllm.v1.engine import output_processor
@@ -169,6 +169,7 @@ class Texts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._text: Callable[[int], str]
         self._text = functools.lru_cache(REMEMBERED)(lambda token: tokenizer.decode([token]))
 
     def __getattr__(self, name: str) -> Any:
