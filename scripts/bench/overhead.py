@@ -55,26 +55,18 @@ def plain_vllm(
     log: Path,
     environ: Mapping[str, str] = NOTHING,
     processes: int = 1,
-    rust: Path | None = None,
 ) -> Program:
     """vLLM without Slipway, with the arguments and the environment of this plan, and more.
-    processes: that answer requests, in front of one engine. rust: vLLM's front end in Rust
-    (vllm-rs), which answers them instead.
+    processes: that answer requests, in front of one engine.
     """
     module = ["vllm.entrypoints.openai.api_server"]
-    if processes > 1 or rust:
-        module = ["vllm.entrypoints.cli.main", "serve"]
     if processes > 1:
-        module.append(f"--api-server-count={processes}")
-    front = {}
-    if rust:
-        front = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": f"{rust.resolve()}"}
+        module = ["vllm.entrypoints.cli.main", "serve", f"--api-server-count={processes}"]
     return Program(
         *(sys.executable, "-m", *module, "--port={port}"),
         *vllm.arguments(plan.engine(model, None)),
         *more,
-        environ={**plan.environment, **environ, **front},
-        health="/health" if rust else "/ping",
+        environ={**plan.environment, **environ},
         log=log,
     )
 

@@ -11,9 +11,8 @@ the server. Events are those of a stream for each of its tokens: vLLM joins toke
 does not keep up. "one core" is how many streams of that rate one core carries by the CPU of a
 token. The knee is searched with ever more streams, until the server does not keep up.
 
-With --before, a checkout of another version is measured in the same rounds. With --rust, vLLM's
-front end in Rust is, which the wheel of vLLM for CUDA contains (vllm/vllm-rs). --soak only sends
-this many streams to Slipway and prints its memory.
+With --before, a checkout of another version is measured in the same rounds. --soak only sends this
+many streams to Slipway and prints its memory.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from scripts.ceiling.arms import ARMS, RUST_ARMS, SLIPWAY, Arm, again, completion, servers
+from scripts.ceiling.arms import ARMS, SLIPWAY, Arm, again, completion, servers
 from scripts.ceiling.load import Failed, Round, measured
 from scripts.harness.process import Program
 from scripts.harness.stats import cpu_ratio, paired, print_changes, rate_ratio, spread
@@ -125,14 +124,11 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", help="words: arms with one of them, beside vLLM's")
     parser.add_argument("--loads", nargs="*", default=["requests", "streams", "knee"])
     parser.add_argument("--before", type=Path, help="a checkout to measure as well")
-    parser.add_argument("--rust", type=Path, help="vLLM's front end in Rust (vllm-rs) to measure")
     parser.add_argument("--soak", type=int, help="streams to send to Slipway")
     parser.add_argument("--options", nargs="*", default=[], help="OPTION_…=… of all servers")
     options = parser.parse_args()
 
-    arms = [*ARMS]
-    arms += again(ARMS) if options.before else ()
-    arms += RUST_ARMS if options.rust else ()
+    arms = [*ARMS, *again(ARMS)] if options.before else [*ARMS]
     if options.arms:
         wanted = [arm for arm in arms if any(word in arm.name for word in options.arms)]
         bases = {arm.base for arm in wanted}
@@ -145,7 +141,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         names = {arm.server for arm in arms}
         more = dict(option.split("=", 1) for option in options.options)
-        found = servers(stack, Path(folder), names, options.before, more, options.rust)
+        found = servers(stack, Path(folder), names, options.before, more)
         if options.soak:
             soak(found, arms, options.soak)
             return

@@ -17,7 +17,7 @@ from scripts.harness.process import ROOT, SERVE, Program
 from scripts.models import formatter, tiny
 
 PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
-PLAIN_TWICE, RUST = "plain-twice", "rust"
+PLAIN_TWICE = "plain-twice"
 KEYS, STATISTICS, TRACED = "keys", "statistics", "traced"
 """The servers. The last two keep vLLM's statistics, which traces need."""
 CHAT, COMPLETIONS, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
@@ -80,13 +80,6 @@ ARMS = (
 )
 
 
-RUST_ARMS = (
-    Arm("vLLM in Rust", RUST, COMPLETIONS, completion, VLLM),
-    Arm("vLLM in Rust, chat", RUST, CHAT, chat, VLLM_CHAT),
-    Arm("vLLM in Rust, logprobs", RUST, COMPLETIONS, logprobs, VLLM_LOGPROBS),
-)
-
-
 def again(arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
     """The same, of another checkout."""
     ours = [arm for arm in arms if arm.server == SLIPWAY]
@@ -109,11 +102,8 @@ def servers(
     names: set[str],
     before: Path | None,
     more: Mapping[str, str] = MappingProxyType({}),
-    rust: Path | None = None,
 ) -> dict[str, Program]:
-    """The arms of these names, started together. more: options that all of them have besides.
-    rust: vLLM's front end in Rust.
-    """
+    """The arms of these names, started together. more: options that all of them have besides."""
     model = str(tiny.make())
     asked = {
         "OPTION_MODEL_ID": model,
@@ -129,14 +119,11 @@ def servers(
 
     def start(name: str) -> Program:
         log = folder / name
-        if name in (PLAIN, PLAIN_TWICE, RUST):
+        if name in (PLAIN, PLAIN_TWICE):
             quiet = "--disable-uvicorn-access-log"
             count = 2 if name == PLAIN_TWICE else 1
             plan = planned(asked)
-            front = rust if name == RUST else None
-            return plain_vllm(
-                plan, model, quiet, log=log, environ=asked, processes=count, rust=front
-            )
+            return plain_vllm(plan, model, quiet, log=log, environ=asked, processes=count)
         if name == FORMATTER:
             formatted = folder / "model"
             if not formatted.exists():

@@ -4,17 +4,12 @@
 vLLM uses a thread, twice for a chat. For a short prompt, the switch to the thread and back takes
 longer than the work. On the ceiling bench completions took 0.73 of plain vLLM's CPU time with it,
 and 0.81 without, in two runs.
-
-Transformers takes most of the time that is left, to make a batch and masks of one text. The
-tokenizer below it makes the same tokens.
 """
 
 import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
-
-from transformers import PreTrainedTokenizerFast
 
 SHORT = 4096
 """Bytes of a body up to which its prompt is short."""
@@ -30,7 +25,6 @@ class Prompts:
 
     def __init__(self, renderer: Any, *, at_once: bool) -> None:
         self.in_threads = 0
-        self.plain = plain_tokenizer(renderer.renderer.tokenizer)
         self._long = self._short = renderer
         if at_once:
             self._long, self._short = copy.copy(renderer), copy.copy(renderer)
@@ -53,29 +47,11 @@ class _Renderer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
 
-    async def render_cmpl_async(self, prompts: Any, params: Any, **more: Any) -> Any:
+    async def render_cmpl_async(self, prompts: Any, *rest: Any, **more: Any) -> Any:
         if self._is_at_once:
-            if self._prompts.plain:
-                prompts = [self._tokenized(it, params) for it in prompts]
-            return self._renderer.render_cmpl(prompts, params, **more)
+            return self._renderer.render_cmpl(prompts, *rest, **more)
         with self._in_thread():
-            return await self._renderer.render_cmpl_async(prompts, params, **more)
-
-    def _tokenized(self, prompt: Any, params: Any) -> Any:
-        """A prompt with its tokens if it is a text of few enough, otherwise the same prompt. Raises
-        what vLLM raises for a text.
-        """
-        plain = self._prompts.plain
-        if not isinstance(prompt, dict) or prompt.keys() != {"prompt"} or plain.truncation:
-            return prompt
-        if getattr(params, "return_token_offsets", False):
-            return prompt
-        found = params.apply_pre_tokenization(self._renderer.tokenizer, {**prompt})
-        how = params.get_encode_kwargs()
-        tokens = plain.encode(found["prompt"], add_special_tokens=how["add_special_tokens"]).ids
-        if how["truncation"] and len(tokens) > how["max_length"]:
-            return prompt
-        return {**found, "prompt_token_ids": tokens}
+            return await self._renderer.render_cmpl_async(prompts, *rest, **more)
 
     async def render_chat_async(self, conversations: Any, *rest: Any, **more: Any) -> Any:
         if self._is_at_once and _are_texts(conversations):
@@ -94,32 +70,6 @@ class _Renderer:
             yield
         finally:
             self._prompts.in_threads -= 1
-
-
-_SAMPLES = ("", "a", " a  B\n", "<s>[INST] é ☃ 𝄞</s> 1234", "<|im_start|>user\n\tx<|im_end|>")
-
-
-def plain_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of the library below transformers, if it makes the same tokens of a text by
-    itself. Otherwise None.
-
-    A class from a model's own files may change a text before. Such a tokenizer is never used.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return None
-    places = {kind.__module__.partition(".")[0] for kind in type(tokenizer).__mro__}
-    if not places <= {"transformers", "vllm", "builtins"}:
-        return None
-    plain = tokenizer.backend_tokenizer
-    if plain.truncation or plain.padding or tokenizer.split_special_tokens:
-        return None
-    alike = all(
-        tokenizer(text, add_special_tokens=special)["input_ids"]
-        == plain.encode(text, add_special_tokens=special).ids
-        for text in _SAMPLES
-        for special in (False, True)
-    )
-    return plain if alike else None
 
 
 def _are_texts(conversations: Any) -> bool:
