@@ -14,7 +14,7 @@ from serving.engine.patches.frontend import (
     speech,
 )
 from serving.engine.patches.frontend.context import Context
-from serving.engine.patches.outputs import accounting, arrays
+from serving.engine.patches.outputs import accounting
 from serving.patching import patch
 from serving.patching.patch import Patch
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 MODELS: Sequence[Patch] = (forms.PATCH,)
 """Before vLLM's routes are imported, which keep what is made of a model then."""
 OUTPUTS: Sequence[Patch] = (
-    *(accounting.TOKENS, accounting.ADAPTER_NAMES, accounting.QUICK),
-    arrays.PATCH,
+    *(accounting.TOKENS, accounting.ADAPTER_NAMES),
+    *(accounting.QUICK, accounting.ARRAYS),
 )
 """Before vLLM's client is made."""
 SERVING: Sequence[Patch] = (

@@ -14,30 +14,12 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from serving.patching.patch import SERVER, Name, Patch
-
-PATCH = Patch(
-    name="quick_arrays",
-    process=SERVER,
-    names=(
-        Name("vllm.v1.serial_utils:MsgpackDecoder.dec_hook", "self, t, obj"),
-        Name("vllm.v1.serial_utils:MsgpackDecoder", has=("aux_buffers",)),
-        Name(
-            "vllm.v1.engine.core_client:MPClient.__init__",
-            says=("self.decoder = MsgpackDecoder(EngineCoreOutputs)",),
-        ),
-    ),
-    does="Decodes each array in the engine's outputs in one step.",
-    why="A token's log probabilities are three arrays of one number, and vLLM takes several steps "
-    "for each.",
-    without="a token with log probabilities takes more of the CPU",
-    closed=False,
-)
+from serving.engine.patches.outputs import accounting
 
 
 def install(client: Any) -> None:
     """Give a client of vLLM, which has not had an output yet, this decoder."""
-    if PATCH.applies() is None:
+    if accounting.ARRAYS.applies() is None:
         client.engine_core.decoder = Decoder(EngineCoreOutputs)
 
 
