@@ -56,6 +56,3 @@ class _Reply:
     def whole(self, answer: bytes) -> bytes:
         vectors = sorted(_read_answer(answer).data, key=lambda vector: vector.index)
         return b"[" + b",".join(bytes(vector.embedding) for vector in vectors) + b"]"
-
-    def event(self, data: bytes) -> list[bytes]:
-        raise NotImplementedError("embeddings are not streamed")

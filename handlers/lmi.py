@@ -232,7 +232,7 @@ _read_completion = msgspec.json.Decoder(_Completion).decode
 
 
 class LmiReply:
-    """Renders an OpenAI completion, whole or event by event, as LMI does."""
+    """Renders an OpenAI completion, whole or step by step, as LMI does."""
 
     def __init__(self, inputs: str | list[str], parameters: _Parameters) -> None:
         self._inputs = inputs
@@ -252,11 +252,6 @@ class LmiReply:
                 for place, prompt in enumerate(self._inputs)
             ]
         )
-
-    def event(self, data: bytes) -> list[bytes]:
-        if data == b"[DONE]":
-            return []
-        return [line for it in _read_completion(data).choices for line in self.step(_step(it))]
 
     def step(self, step: Step) -> list[bytes]:
         if step.prompt_tokens is not None:
@@ -337,8 +332,8 @@ class _Line(msgspec.Struct, tag_field="index", tag=0):
 
 
 def _step(choice: _Choice) -> Step:
-    """Return a choice, or an event's part of one, as a step."""
-    logprobs, prompt = choice.logprobs, choice.prompt_token_ids
+    """Return a whole choice as a step."""
+    logprobs = choice.logprobs
     return Step(
         choice.text,
         choice.token_ids or (),
@@ -346,7 +341,6 @@ def _step(choice: _Choice) -> Step:
         logprobs.token_logprobs if logprobs else (),
         choice.finish_reason,
         choice.stop_reason,
-        None if prompt is None else len(prompt),
     )
 
 

@@ -109,12 +109,9 @@ class Reply(Protocol):
     def whole(self, answer: bytes) -> bytes:
         """Return the JSON body of an answer that is not streamed."""
 
-    def event(self, data: bytes) -> list[bytes]:
-        """Return the JSON objects for one SSE event's data: none, one or several."""
-
 
 class StepReply(Reply, Protocol):
-    """A reply that reads only the steps of a stream, so that engines need not make SSE events."""
+    """A reply that also renders the steps of a stream, so that engines need not make SSE events."""
 
     def step(self, step: Step) -> list[bytes]:
         """Return the JSON objects for a step."""
@@ -126,8 +123,8 @@ class EngineCall:
 
     path: the engine's path that answers it. body: the engine's request: the client's bytes if they
     already are one, otherwise the format's values. reply: renders the answer; None if the engine's
-    answer has the right format. steps: the same reply, if the answer is a stream whose steps it can
-    read. ignored: names of the request's keys and parameters that have no effect.
+    answer has the right format. steps: the same reply, if the answer is a stream. ignored: names of
+    the request's keys and parameters that have no effect.
     """
 
     path: str

@@ -226,7 +226,7 @@ class FakeEngine:
         self.run()
         try:
             if body.get("stream"):
-                await self.stream(words, key, generated, body.get("model"), sink)
+                await self.stream(words, key, generated, call, sink)
                 return
             if "wait" in words:
                 await self.gate.wait()
@@ -248,9 +248,9 @@ class FakeEngine:
         self.most = max(self.most, self.running)
 
     async def stream(
-        self, words: list[str], key: str, generated: list[str], model: str | None, sink: Sink
+        self, words: list[str], key: str, generated: list[str], call: Call, sink: Sink
     ) -> None:
-        """Events; those between the first and the last are written where they come."""
+        """Events or steps; those between the first and the last are written where they come."""
         sink.stream()
         for place, word in enumerate(reversed(words)):
             if place and "fault" in words:
@@ -262,14 +262,19 @@ class FakeEngine:
             generated.append(word)
             last = place == len(words) - 1
             kind, finish = key.replace("messages", "delta"), "length" if last else None
-            chunk = {"choices": [self.choice([word], 0, kind, finish)], "model": model}
+            chunk = {
+                "choices": [self.choice([word], 0, kind, finish)],
+                "model": call.request.get("model"),
+            }
             event = f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
+            step = Step(word, (len(word),), (word,), (-1.0,), finish)
             if place and not last and sink.takes():
-                sink.write(event)
+                sink.write_step(step) if call.steps else sink.write(event)
             else:
-                await sink.event(event)
+                await (sink.step(step) if call.steps else sink.event(event))
             await asyncio.sleep(0)
-        await sink.event(b"data: [DONE]\n\n")
+        if not call.steps:
+            await sink.event(b"data: [DONE]\n\n")
         await sink.end()
 
     def choice(

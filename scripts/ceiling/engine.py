@@ -79,7 +79,7 @@ class NoModel(Executor):  # type: ignore[misc]  # vLLM is not type-checked
         for new in scheduled.scheduled_new_reqs:
             params = new.sampling_params
             turn = (params and params.allowed_token_ids) or ANY
-            self._asked[new.req_id] = new.prompt_len, params and params.logprobs, turn
+            self._asked[new.req_id] = new.prompt_len, params and params.num_logprobs, turn
             computed[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

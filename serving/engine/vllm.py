@@ -287,7 +287,7 @@ def _build(args: Namespace, in_flight: dict[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from serving.engine.patches.frontend import registry
-    from serving.engine.patches.outputs import processor
+    from serving.engine.patches.outputs import arrays, processor
 
     registry.check_outputs()
     # Ctrl-C reaches every process of a terminal's group. The engine's processes inherit this
@@ -305,6 +305,7 @@ def _build(args: Namespace, in_flight: dict[str, Any]) -> Any:
         disable_log_stats=engine_args.disable_log_stats,
     )
     processor.install(client, in_flight)
+    arrays.install(client)
     # init_app_state() does this too, on the event loop, where it would hold up /ping for as long as
     # a second tokenizer takes to load; done once, it is quick.
     client.renderer.warmup(

@@ -10,7 +10,7 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from handlers.records import Step
 from serving import errors
@@ -24,6 +24,7 @@ from serving.protocol import FORMATTED
 from serving.user_code import AT_ONCE, UserCode
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class State(enum.Enum):
@@ -199,13 +200,13 @@ class Relay:
         if self._formatting:
             events = [b"data: %b\n\n" % data for data in _data(self._public(event))]
             await self._formatting.put(events)
-        elif body := self._rendered(lambda: self._framed(event)):
+        elif body := self._rendered(self._framed, event):
             await self._send_body(body, more=True)
 
     async def step(self, step: Step) -> None:
         if self._cancellation.cause:
             return
-        if body := self._rendered(lambda: self._stepped(step)):
+        if body := self._rendered(self._stepped, step):
             await self._send_body(body, more=True)
 
     def takes(self) -> bool:
@@ -220,11 +221,11 @@ class Relay:
     def write(self, event: bytes) -> None:
         if self._passthrough and not self._names:
             self._writer.write(event)
-        elif body := self._rendered(lambda: self._framed(event)):
+        elif body := self._rendered(self._framed, event):
             self._writer.write(body)
 
     def write_step(self, step: Step) -> None:
-        if body := self._rendered(lambda: self._stepped(step)):
+        if body := self._rendered(self._stepped, step):
             self._writer.write(body)
 
     async def fail(self, error: ServingError) -> None:
@@ -240,12 +241,12 @@ class Relay:
 
     # The client's answer
 
-    def _rendered(self, render: Callable[[], bytes]) -> bytes:
+    def _rendered(self, render: Callable[[T], bytes], part: T) -> bytes:
         """Return a rendered part of the answer. A failure of our rendering cancels the request, and
         does not count as the engine's.
         """
         try:
-            return render()
+            return render(part)
         except Exception:
             self._cancellation.cancel(errors.unforeseen())
             return b""
@@ -255,12 +256,7 @@ class Relay:
         event = self._public(event)
         if self._passthrough:
             return event
-        return b"".join(self._of_event(data) for data in _data(event))
-
-    def _of_event(self, data: bytes) -> bytes:
-        if self._reply:
-            return b"".join(self._framing.frame(line) for line in self._reply.event(data))
-        return b"" if data == b"[DONE]" else self._framing.frame(data)
+        return b"".join(self._framing.frame(it) for it in _data(event) if it != b"[DONE]")
 
     def _stepped(self, step: Step) -> bytes:
         assert self._steps
@@ -317,4 +313,6 @@ def _names(adapter: Adapter | None) -> tuple[bytes, bytes] | None:
 
 def _data(event: bytes) -> list[bytes]:
     """Return the data of the SSE events in `event`, which may have several."""
+    if event.startswith(b"data: ") and event.find(b"\n\n") == len(event) - 2:
+        return [event[6:-2]]  # most of them
     return [it.removeprefix(b"data: ") for it in event.split(b"\n\n") if it.startswith(b"data: ")]

@@ -20,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.parser import ParserManager
 
 from handlers import lmi
+from handlers.records import Step
 from lmi_config.plan import vllm as plan
 from scripts.ceiling.engine import QuickNoModel
 from scripts.harness.wait import until_async
@@ -95,6 +96,7 @@ OF_TEXT: list[dict[str, Any]] = [
     *({"echo": True, "return_token_ids": True}, {"echo": True, "prompt": ["a b", "c"], "n": 2}),
     *({"echo": True, "logprobs": 1, "return_token_ids": True}, {"prompt": ["a", "b"], "echo": 1}),
     *({"prompt": ["a", "b c"], "logprobs": 1}, {"logprobs": 1, "logprob_token_ids": [5, 6]}),
+    {"logprobs": 2, "logprob_token_ids": [5, 6]},
     *({"use_beam_search": True, "n": 2, "logprobs": 1}, {"logprobs": 1, "stop": "an"}),
     *({"use_beam_search": True, "n": 2, "prompt": ["a", "b"]}, {"logprobs": 0, "n": 2, "echo": 1}),
 ]
@@ -132,6 +134,7 @@ OF_CHAT: list[dict[str, Any]] = [
     *({"logprobs": True, "return_tokens_as_token_ids": True}, {"logprobs": True, "echo": True}),
     {"logprobs": True, "stop": "an"},
     {"return_prompt_text": True, "return_token_ids": True},
+    {"logprobs": True, "logprob_token_ids": [5, 6]},
 ]
 RAW = [
     *(
@@ -449,6 +452,15 @@ def test_the_bodies_are_of_many_kinds(answers):
     assert len(streams) > 80
 
 
+def step(choice: dict[str, Any]) -> Step:
+    """Return a choice of an event as a step."""
+    logprobs, prompt = choice["logprobs"], choice["prompt_token_ids"]
+    return Step(
+        *(choice["text"], choice["token_ids"], logprobs["tokens"], logprobs["token_logprobs"]),
+        *(choice["finish_reason"], choice["stop_reason"], prompt and len(prompt)),
+    )
+
+
 @pytest.mark.parametrize("more", [{}, {"allowed_token_ids": SPLIT}, {"stop": "an"}, {"n": 1}])
 def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
     body = {"inputs": "a", "parameters": {"max_new_tokens": 20, **more}, "stream": True}
@@ -476,7 +488,8 @@ def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
                 return [json.loads(line) for line in one.events]
         assert not direct, "no step was written where it came"
         _, _, events = await one.of_app(app_of(engine))
-        lines = [steps.event(it.removeprefix(b"data: ")) for it in events if it]
+        chunks = [json.loads(it.removeprefix(b"data: ")) for it in events if b"{" in it]
+        lines = [steps.step(step(it)) for chunk in chunks for it in chunk["choices"]]
         return [json.loads(line) for line in itertools.chain(*lines)]
 
     async def both(engine: Any) -> None:

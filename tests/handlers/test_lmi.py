@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers import lmi
-from handlers.records import FormatError
+from handlers.records import FormatError, Step
 
 
 def call(**body):
@@ -203,8 +203,21 @@ def test_the_finish_reason(finish, stop, expected):
 
 
 def stream(made, *choices):
-    events = [json.dumps({"choices": [each]}).encode() for each in choices]
-    return [json.loads(line) for event in [*events, b"[DONE]"] for line in made.reply.event(event)]
+    return [json.loads(line) for each in choices for line in made.steps.step(step(each))]
+
+
+def step(choice):
+    """Return a choice of an event as a step."""
+    logprobs, prompt = choice["logprobs"] or {}, choice["prompt_token_ids"]
+    return Step(
+        choice["text"],
+        choice["token_ids"] or (),
+        logprobs.get("tokens", ()),
+        logprobs.get("token_logprobs", ()),
+        choice["finish_reason"],
+        choice["stop_reason"],
+        prompt and len(prompt),
+    )
 
 
 def test_a_stream_has_a_line_for_each_token_and_ends_with_the_whole():

@@ -2,6 +2,7 @@
 """Chats. vLLM's parsers find the calls and the reasoning in what a model has written."""
 
 import copy
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,14 +24,16 @@ from serving.engine.texts.generation import (
     Generation,
     beginning,
     bounded,
+    chunk,
     counts,
     encode,
     event,
     experts,
+    shown,
     without_nulls,
 )
 from serving.engine.texts.prompts import Prompts
-from serving.engine.texts.streams import LOWEST
+from serving.engine.texts.streams import LOWEST, Part
 from serving.engine.versions import moved
 
 _TAIL = b',"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
@@ -143,7 +146,9 @@ class _Answer:
         request = self._request
         self._has_usage, self._always_usage = self._path.include_usage(request)
         more = request.logprobs or request.return_token_ids or self._always_usage or self._logs
-        self._plain = None if more else beginning(self._head)
+        self._before = beginning(self._head)
+        self._plain = not more
+        """Whether events have a delta alone."""
         self._parses = self._kind is not None and not _passes_on(self._kind, request)
         # By the number of a choice
         self._parsers = [self._new_parser() for _ in range(self._n)] if self._parses else []
@@ -179,8 +184,8 @@ class _Answer:
                 yield self._written(choice, {"content": text}, usage)
 
     def _written(self, choice: int, delta: Any, more: Mapping[str, Any]) -> bytes:
-        choices = [{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}]
-        return event(self._head | {"choices": choices, **more})
+        found = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
+        return chunk(self._before, found, more)
 
     def _event(self, output: Any) -> bytes:
         request, choice = self._request, output.index
@@ -191,9 +196,7 @@ class _Answer:
         reason = output.finish_reason
         delta = self._delta(output, choice)
         if self._plain and reason is None:
-            if delta is None:
-                return b""
-            return b'%b%d,"delta":%b%b' % (self._plain, choice, encode(delta), _TAIL)
+            return b"" if delta is None else self._of_delta(choice, encode(delta))
         logprobs = None
         if request.logprobs and not self._hides:
             logprobs = self._logprobs(token_ids, output.logprobs)
@@ -206,7 +209,7 @@ class _Answer:
                 self._log(_said(delta or {}), [*token_ids], reason, stream=True, delta=True)
         found = {"index": choice, "delta": delta or {}, "logprobs": logprobs}
         found["finish_reason"] = reason
-        data = self._head | {"choices": [found]}
+        more: dict[str, Any] = {}
         if reason is not None:
             self._ended.add(choice)
             if choice in self._called and not self._named and reason == "stop":
@@ -214,10 +217,22 @@ class _Answer:
             found["stop_reason"] = output.stop_reason
         found["token_ids"] = [*token_ids] if shows_tokens else None
         if self._always_usage:
-            data |= self._usage_so_far(self._generated[choice], self._reasoned(choice))
+            more = self._usage_so_far(self._generated[choice], self._reasoned(choice))
         elif reason is not None and not self._has_usage and self._path.fingerprint is not None:
-            data["system_fingerprint"] = self._path.fingerprint
-        return event(data)
+            more["system_fingerprint"] = self._path.fingerprint
+        return chunk(self._before, found, more)
+
+    def token(self, text: str, token_ids: Sequence[int], logprobs: Any, prompt: int) -> bytes:
+        if self._parses or not self._plain:
+            return self._event(Part(text, token_ids, logprobs))
+        self._generated[0] += len(token_ids)
+        if not text and self._kind is not None:
+            return b""
+        return self._of_delta(0, b'{"content":%b}' % encode(text))
+
+    def _of_delta(self, choice: int, delta: bytes) -> bytes:
+        """An event that has a delta alone."""
+        return b'%b{"index":%d,"delta":%b%b' % (self._before, choice, delta, _TAIL)
 
     def _delta(self, output: Any, choice: int) -> dict[str, Any] | None:
         """Return the new part of a choice; None if the parser needs more tokens first."""
@@ -399,9 +414,8 @@ class _Answer:
 
     def _logprobs(self, token_ids: Sequence[int], given: Any) -> dict[str, Any]:
         """Log probabilities as OpenAI's chats have them."""
-        request, text = self._request, self._path.token
-        most = request.top_logprobs
-        all_given = bool(request.logprob_token_ids) or most == -1
+        text = self._path.token
+        most = shown(self._request, self._request.top_logprobs)
         found = []
         assert given is not None, "Did not output logprobs"
         for number, token_id in enumerate(token_ids):
@@ -416,8 +430,7 @@ class _Answer:
             one["bytes"] = None if decoded is None else _bytes(decoded)
             one["top_logprobs"] = [
                 _logprob(text(another, it, by_id=self._by_id), it.logprob)
-                for place, (another, it) in enumerate(alternatives.items())
-                if all_given or place < most
+                for another, it in itertools.islice(alternatives.items(), most)
             ]
             found.append(one)
         return {"content": found}

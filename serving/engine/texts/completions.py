@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completions, of which LMI's requests are made as well."""
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,13 +17,15 @@ from serving.engine.texts.generation import (
     Generation,
     beginning,
     bounded,
+    chunk,
     counts,
     encode,
     event,
     experts,
+    shown,
     without_nulls,
 )
-from serving.engine.texts.streams import LOWEST
+from serving.engine.texts.streams import LOWEST, Part
 from serving.errors import BadRequest
 
 _TAIL = (
@@ -51,6 +54,7 @@ class _Answer:
         self._request = request
         self._n = request.n or 1
         self._by_id = path.by_id(request)
+        self._shown = shown(request, request.logprobs, beside=1)
 
     def begin(self, asked: Asked) -> None:
         path, request = self._path, self._request
@@ -61,10 +65,13 @@ class _Answer:
             "created": int(time.time()),
             "model": asked.model,
         }
+        if not request.stream:
+            return
         self._has_usage, self._always_usage = path.include_usage(request)
         more = request.logprobs is not None or request.return_token_ids or self._always_usage
-        self._plain = None if more else beginning(self._head)
-        """How an event of a text alone begins."""
+        self._before = beginning(self._head)
+        self._plain = not more
+        """Whether events have a text alone."""
         # By the number of a choice, of a stream
         self._begun: set[int] = set()
         self._generated: dict[int, int] = defaultdict(int)
@@ -82,42 +89,51 @@ class _Answer:
             self._result = result
             self._prompt_tokens[prompt] = len(result.prompt_token_ids)
         text, token_ids, logprobs = output.text, output.token_ids, output.logprobs
-        shown = None
+        ids = None
         if choice not in self._begun:
             if not (text or token_ids or request.echo):
                 return None  # a part of the prompt was computed
             self._begun.add(choice)
             if request.echo or request.return_token_ids:
-                shown = result.prompt_token_ids
+                ids = result.prompt_token_ids
             if request.echo:
                 text, token_ids, logprobs = self._echoed(output, result, prompt)
         self._generated[choice] += len(output.token_ids)
         ends = output.finish_reason is not None
-        if self._plain and not ends and shown is None:
-            return b'%b%d,"text":%b%b' % (self._plain, choice, encode(text), _TAIL)
+        if self._plain and not ends and ids is None:
+            return self._text(choice, text)
         told = None
         if request.logprobs is not None:
             told = self._logprobs(token_ids, logprobs, self._offsets[choice])
             if told["tokens"]:
                 self._offsets[choice] = told["text_offset"][-1] + len(told["tokens"][-1])
-        data = self._head | {
-            "choices": [
-                {
-                    "index": choice,
-                    "text": text,
-                    "logprobs": told,
-                    "finish_reason": output.finish_reason,
-                    "stop_reason": output.stop_reason,
-                    "prompt_token_ids": shown,
-                    "token_ids": [*output.token_ids] if request.return_token_ids else None,
-                }
-            ]
-        }
+        more: dict[str, Any] = {}
         if self._always_usage:
-            data["usage"] = counts(self._prompt_tokens[prompt], self._generated[choice])
+            more["usage"] = counts(self._prompt_tokens[prompt], self._generated[choice])
         if ends and not self._has_usage and self._path.fingerprint is not None:
-            data["system_fingerprint"] = self._path.fingerprint
-        return event(data)
+            more["system_fingerprint"] = self._path.fingerprint
+        found = {
+            "index": choice,
+            "text": text,
+            "logprobs": told,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "prompt_token_ids": ids,
+            "token_ids": [*output.token_ids] if request.return_token_ids else None,
+        }
+        return chunk(self._before, found, more)
+
+    def token(
+        self, text: str, token_ids: Sequence[int], logprobs: Any, prompt: int
+    ) -> bytes | None:
+        if not self._plain:
+            return self.part(Part(text, token_ids, logprobs), None, prompt)
+        self._generated[prompt] += len(token_ids)
+        return self._text(prompt, text)
+
+    def _text(self, choice: int, text: str) -> bytes:
+        """An event that has a text alone."""
+        return b'%b{"index":%d,"text":%b%b' % (self._before, choice, encode(text), _TAIL)
 
     def end(self) -> Iterable[bytes]:
         if self._has_usage:
@@ -192,27 +208,21 @@ class _Answer:
 
     def _logprobs(self, token_ids: Sequence[int], given: Any, offset: int) -> dict[str, Any]:
         """Log probabilities as OpenAI's completions have them. offset: of the first token."""
-        request, text = self._request, self._path.token
-        most, all_given = request.logprobs, bool(request.logprob_token_ids)
-        all_given = all_given or most == -1
+        text, by_id = self._path.token, self._by_id
         assert given is not None, "Did not output logprobs"
         offsets, own, tokens, top = [], [], [], []
         for number, token_id in enumerate(token_ids):
             found = given[number]
             chosen = found and found[token_id]
-            tokens.append(text(token_id, chosen, by_id=self._by_id))
+            tokens.append(token := text(token_id, chosen, by_id=by_id))
             own.append(max(chosen.logprob, LOWEST) if found else None)
-            top.append(
-                {
-                    text(another, it, by_id=self._by_id): max(it.logprob, LOWEST)
-                    for place, (another, it) in enumerate(found.items())
-                    if all_given or place <= most
-                }
-                if found
-                else None
-            )
+            alternatives = {
+                text(another, it, by_id=by_id): max(it.logprob, LOWEST)
+                for another, it in itertools.islice(found.items() if found else (), self._shown)
+            }
+            top.append(alternatives if found else None)
             offsets.append(offset)
-            offset += len(tokens[-1])
+            offset += len(token)
         return {
             "text_offset": offsets,
             "token_logprobs": own,

@@ -63,6 +63,13 @@ class Answer(Protocol):
         not the first of its prompt. prompt: its number.
         """
 
+    def token(
+        self, text: str, token_ids: Sequence[int], logprobs: Any, prompt: int
+    ) -> bytes | None:
+        """Return the event of further tokens, or None. Neither the first tokens of a prompt nor its
+        last ones come here, and it has one answer.
+        """
+
     def end(self) -> Iterable[bytes]:
         """The last events of a stream."""
 
@@ -180,8 +187,7 @@ class Generation:
                 results.append(_Beams(client).beam_search(prompt, name, params, **more))
                 continue
             if at_once:
-                write = sink.write_step if call.steps else sink.write
-                more["stream"] = functools.partial(Stream, sink, answer, write, number)
+                more["stream"] = functools.partial(Stream, sink, answer, call.steps, number)
             more["priority"] = request.priority
             more |= self.more(answer, request, prompt)
             results.append(client.generate(prompt, params, name, **more))
@@ -311,6 +317,13 @@ def _session(more: Mapping[str, Any] | None) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
+def shown(request: Any, asked: int | None, beside: int = 0) -> int | None:
+    """Return the number of log probabilities that are written for a position; None for all. asked:
+    the number that the request asks for. beside: the number of further ones.
+    """
+    return None if request.logprob_token_ids or asked == -1 else (asked or 0) + beside
+
+
 def counts(prompt: int, generated: int) -> dict[str, Any]:
     """The usage of an answer."""
     total = prompt + generated
@@ -322,8 +335,14 @@ def event(data: Any) -> bytes:
 
 
 def beginning(head: Any) -> bytes:
-    """How an event begins that has a choice with a text alone: up to the choice's number."""
-    return b'data: %b,"choices":[{"index":' % encode(head)[:-1]
+    """How an event with a choice begins: up to the choice."""
+    return b'data: %b,"choices":[' % encode(head)[:-1]
+
+
+def chunk(before: bytes, choice: Any, more: Mapping[str, Any]) -> bytes:
+    """An event with a choice. before: its beginning(). more: what comes after the choice."""
+    after = b"," + encode(more)[1:-1] if more else b""
+    return b"%b%b]%b}\n\n" % (before, encode(choice), after)
 
 
 def without_nulls(value: Any) -> Any:

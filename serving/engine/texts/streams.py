@@ -24,28 +24,28 @@ class Stream:
     while the call's task waits for one, as long as the client keeps up. The task gets the others,
     and always the first one and the last.
 
-    sink: of the call (base.Sink). answer: makes what it gets. write: gives that to the sink without
-    waiting. prompt: its number.
+    sink: of the call (base.Sink). answer: makes what it gets. is_steps: whether it gets steps.
+    prompt: its number. takes: whether the client keeps up. waits: whether the call's task waits for
+    a result, has had one with a token, and will not get one before the next.
     """
 
     def __init__(
-        self,
-        sink: Any,
-        answer: Any,
-        write: Callable[[Any], None],
-        prompt: int,
-        results: Results,
+        self, sink: Any, answer: Any, is_steps: bool, prompt: int, results: Results
     ) -> None:
-        self._sink = sink
+        self.takes: Callable[[], bool] = sink.takes
+        self.waits = False
         self._answer = answer
-        self._write = write
+        self._token = answer.token
+        self._write = sink.write_step if is_steps else sink.write
         self._prompt = prompt
         self._results = results
-        self._waits = self._has_begun = False
+        self._has_begun = False
         self._state: Any = None
 
     def begin(self, state: Any, request: Any) -> None:
         """Get the results of a request that the engine is being given. state: vLLM's of it."""
+        if state.stream_interval > 1:
+            return
         self._state = state
         state.stream = self
         if isinstance(self._answer, Steps) and is_quick():
@@ -55,11 +55,13 @@ class Stream:
         return self
 
     async def __anext__(self) -> Any:
-        self._waits = True
+        self.waits = self._has_begun
         try:
-            return await anext(self._results)
+            result = await anext(self._results)
         finally:
-            self._waits, self._has_begun = False, True
+            self.waits = False
+        self._has_begun = self._has_begun or bool(result.outputs[0].token_ids)
+        return result
 
     async def aclose(self) -> None:
         """Let go of what has hold of it. The engine works on the request no more."""
@@ -68,18 +70,9 @@ class Stream:
             self._state = None
         await self._results.aclose()
 
-    def needs_no_result(self) -> bool:
-        """Whether what comes now is written by write(), without a result of vLLM's."""
-        return (
-            self._has_begun
-            and self._waits
-            and self._state.queue.output is None
-            and self._sink.takes()
-        )
-
     def write(self, text: str, token_ids: Sequence[int], logprobs: Any) -> None:
         """Write what has come. logprobs: of these tokens."""
-        if part := self._answer.part(Part(text, token_ids, logprobs), None, self._prompt):
+        if part := self._token(text, token_ids, logprobs, self._prompt):
             self._write(part)
 
 
@@ -107,30 +100,26 @@ class Steps:
     def part(self, output: Any, result: Any, prompt: int) -> Step | None:
         if not (self._has_begun or output.text or output.token_ids):
             return None  # a part of the prompt was computed
-        prompt_tokens = None if self._has_begun else len(result.prompt_token_ids)
-        self._has_begun = True
-        return Step(
-            output.text,
-            output.token_ids,
-            _own_texts(output, self._tokenizer),
-            [max(it, LOWEST) for it in _chosen(output)],
-            output.finish_reason,
-            output.stop_reason,
-            prompt_tokens,
-        )
+        step = self.token(output.text, output.token_ids, output.logprobs, prompt)
+        if not self._has_begun:
+            self._has_begun, step.prompt_tokens = True, len(result.prompt_token_ids)
+        step.finish_reason, step.stop_reason = output.finish_reason, output.stop_reason
+        return step
+
+    def token(self, text: str, token_ids: Sequence[int], logprobs: Any, prompt: int) -> Step:
+        own = [text]
+        if len(token_ids) != 1:
+            own = convert_ids_list_to_tokens(self._tokenizer, [*token_ids])
+        return Step(text, token_ids, own, _chosen(token_ids, logprobs))
 
     def end(self) -> Iterable[Any]:
         return ()
 
 
-def _own_texts(output: Any, tokenizer: Any) -> list[str]:
-    """The text of each of an output's tokens, where it has several."""
-    if len(output.token_ids) == 1:
-        return [output.text]
-    return convert_ids_list_to_tokens(tokenizer, [*output.token_ids])  # type: ignore[no-any-return]
-
-
-def _chosen(output: Any) -> list[float]:
-    """The log probabilities of an output's tokens."""
-    given = zip(output.token_ids, output.logprobs or (), strict=False)
-    return [it if isinstance(it, float) else it[token].logprob for token, it in given]
+def _chosen(token_ids: Sequence[int], logprobs: Any) -> list[float]:
+    """The log probabilities of these tokens."""
+    found = [
+        it if isinstance(it, float) else it[token].logprob
+        for token, it in zip(token_ids, logprobs or (), strict=False)
+    ]
+    return [max(it, LOWEST) for it in found]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionRequest,
@@ -16,11 +17,14 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionStreamResponse,
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from handlers.records import Step
-from serving.engine.patches.outputs.processor import State
+from serving.engine.patches.outputs import arrays
+from serving.engine.patches.outputs.processor import State, Texts
 from serving.engine.texts.completions import Completions
 from serving.engine.texts.generation import Asked
 from serving.engine.texts.streams import Part, Steps, Stream
@@ -48,9 +52,10 @@ def test_every_character_is_written_as_vllm_writes_it():
     pieces = ["".join(every[start : start + 5000]) for start in range(0, len(every), 5000)]
     for text in ("", "a", *pieces, '{"text":"a"}', "data: \n\n"):
         assert answer.part(Part(text, [1], None), None, 0) == rendered(text)
+        assert answer.token(text, [1], None, 0) == rendered(text)
 
 
-class Texts:
+class Told:
     """A detokenizer that is told of texts."""
 
     text = ""
@@ -76,9 +81,7 @@ class Client:
         self.in_task: list[str] = []
         sink: Any = self
         self.stream = (
-            stream(self.results())
-            if stream
-            else Stream(sink, self, self.got.append, 0, self.results())
+            stream(self.results()) if stream else Stream(sink, self, False, 0, self.results())
         )
         none = SimpleNamespace(
             logprobs=None,
@@ -86,7 +89,7 @@ class Client:
             pop_prompt_logprobs=lambda: None,
             pop_prompt_token_id_logprobs=lambda: None,
         )
-        kind, self.texts = RequestOutputKind.DELTA, Texts()
+        kind, self.texts = RequestOutputKind.DELTA, Told()
         self.queue = RequestOutputCollector(kind, "a")
         self.state: Any = State(
             *("a", "a", None, 0, None, kind, None, [1], None, none, self.texts),
@@ -106,10 +109,13 @@ class Client:
     def takes(self):
         return self.keeps_up
 
-    def part(self, output, result, prompt):
+    def token(self, text, token_ids, logprobs, prompt):
         if self.fails:
             raise RuntimeError("boom")
-        return output.text
+        return text
+
+    def write(self, event):
+        self.got.append(event)
 
     async def run(self):
         async for result in self.stream:
@@ -170,6 +176,64 @@ async def test_an_event_that_cannot_be_made_breaks_off_its_stream_alone(client):
         await client.task
 
 
+async def test_a_stream_begins_in_its_task_with_its_first_token(client):
+    """vLLM may report a prompt before its first token."""
+    client.task.cancel()
+    await asyncio.wait([client.task])
+    other = Client()
+    other.task = asyncio.create_task(other.run())
+    await asyncio.sleep(0)
+    for tokens in ([], [1], [2]):
+        other.texts.text = f"{tokens}"
+        if result := other.state.make_request_output(tokens, None, None, None):
+            other.state.queue.put(result)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert other.got == ["[]", "[1]", "[2]"]
+    assert other.in_task == ["[]", "[1]"]
+    other.task.cancel()
+    await asyncio.wait([other.task])
+
+
+def test_the_text_of_a_token_is_looked_up_once():
+    asked = []
+
+    class Tokenizer:
+        name = "a"
+
+        def decode(self, token_ids, **more):
+            asked.append(token_ids)
+            return f"{token_ids}{more}"
+
+    texts = Texts(Tokenizer())
+    assert [texts.decode([5]), texts.decode([5]), texts.decode([5, 6]), texts.name] == [
+        *("[5]{}", "[5]{}", "[5, 6]{}", "a"),
+    ]
+    assert texts.decode([5], skip_special_tokens=True) == "[5]{'skip_special_tokens': True}"
+    assert asked == [[5], [5, 6], [5]]
+
+
+def test_arrays_are_decoded_as_by_vllm():
+    rng = np.random.default_rng(0)
+    logprobs = [
+        LogprobsLists(
+            rng.integers(0, 99, (tokens, count)),
+            rng.random((tokens, count), np.float32),
+            np.arange(tokens),
+        )
+        for tokens, count in ((1, 1), (2, 3), (1, 200), (0, 1))  # 200 come in a frame of their own
+    ]
+    outputs = [EngineCoreOutput("a", [1], it) for it in logprobs]
+    frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=1.0))
+    assert len(frames) > 1
+    theirs = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+    ours = arrays.Decoder(EngineCoreOutputs).decode(frames)
+    for one, other in zip(theirs.outputs, ours.outputs, strict=True):
+        for it, that in zip(one.new_logprobs, other.new_logprobs, strict=True):
+            np.testing.assert_array_equal(it, that)
+            assert it is None or it.dtype == that.dtype
+
+
 async def test_the_engine_is_told_of_a_stream_that_is_broken_off(client):
     processor = OutputProcessor(None, log_stats=False)
     processor.request_states["a"] = client.state
@@ -192,7 +256,7 @@ async def test_a_token_takes_four_stays_without_a_return(path):
     async def answer(call, sink, usage):
         none: Any = None
         events: Any = SimpleNamespace(part=lambda *_: b"data: b\n\n")
-        how: Any = (Steps(none), sink.write_step) if call.steps else (events, sink.write)
+        how: Any = (Steps(none), True) if call.steps else (events, False)
         made: Any = Stream
         it = Client(lambda results: made(sink, *how, 0, results))
         sink.stream()

@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 MODELS: Sequence[Patch] = (forms.PATCH,)
 """Before vLLM's routes are imported, which keep what is made of a model then."""
-OUTPUTS: Sequence[Patch] = (accounting.TOKENS, accounting.ADAPTER_NAMES, accounting.QUICK)
+OUTPUTS: Sequence[Patch] = (
+    *(accounting.TOKENS, accounting.ADAPTER_NAMES),
+    *(accounting.QUICK, accounting.ARRAYS),
+)
 """Before vLLM's client is made."""
 SERVING: Sequence[Patch] = (
     media_names.PATCH,

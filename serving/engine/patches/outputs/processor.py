@@ -13,7 +13,7 @@ vLLM makes an output object of every token.
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from vllm.v1.engine import output_processor
@@ -74,6 +74,7 @@ class Processor(OutputProcessor):  # type: ignore[misc]  # vLLM is not type-chec
     def __init__(self, calls: Mapping[str, InFlight], *rest: Any, **more: Any) -> None:
         super().__init__(*rest, **more)
         self._calls = calls
+        self._texts = Texts(self.tokenizer) if self.tokenizer and is_quick() else None
         self.lora_states = PublicNames(self.log_stats)
 
     def add_request(self, request: Any, *rest: Any, **more: Any) -> None:
@@ -82,6 +83,8 @@ class Processor(OutputProcessor):  # type: ignore[misc]  # vLLM is not type-chec
             call.check(request)
         super().add_request(request, *rest, **more)
         state = self.request_states[request.request_id]
+        if self._texts and state.logprobs_processor and state.logprobs_processor.tokenizer:
+            state.logprobs_processor.tokenizer = self._texts
         if self.canary:
             self.canary.begin(request)
             state.asked = request
@@ -136,15 +139,13 @@ class State(RequestState):  # type: ignore[misc]  # vLLM is not type-checked
         **more: Any,
     ) -> Any:
         stream = self.stream
-        if (
-            stream is None
-            or finish_reason is not None
-            or self.stream_interval > 1
-            or not stream.needs_no_result()
-        ):
-            return super().make_request_output(
+        if not (stream and stream.waits and finish_reason is None and stream.takes()):
+            result = super().make_request_output(
                 new_token_ids, pooling_output, finish_reason, *rest, **more
             )
+            if stream and result:
+                stream.waits = False
+            return result
         try:
             text = self.detokenizer.get_next_output_text(False, True)
             logprobs = self.logprobs_processor.logprobs
@@ -152,8 +153,32 @@ class State(RequestState):  # type: ignore[misc]  # vLLM is not type-checked
                 logprobs = logprobs[len(logprobs) - len(new_token_ids) :]
             stream.write(text, new_token_ids, logprobs)
         except Exception as error:  # it would end the reading of all outputs
+            stream.waits = False
             self.queue.put(error)
         return None
+
+
+REMEMBERED = 2**14
+"""Tokens whose texts are remembered."""
+
+
+class Texts:
+    """A tokenizer that remembers the texts of single tokens. vLLM looks one up for each log
+    probability.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._text: Callable[[int], str]
+        self._text = functools.lru_cache(REMEMBERED)(lambda token: tokenizer.decode([token]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, token_ids: Any, *rest: Any, **more: Any) -> str:
+        if len(token_ids) == 1 and not (rest or more):
+            return self._text(token_ids[0])
+        return self._tokenizer.decode(token_ids, *rest, **more)  # type: ignore[no-any-return]
 
 
 class ChosenLogprobs(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not type-checked
