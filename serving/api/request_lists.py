@@ -31,9 +31,10 @@ async def answer_lines(client: ClientRequest, lines: Iterator[bytes], pipeline: 
         await send({"type": "http.response.body", "body": part, "more_body": True})
 
     async with asyncio.TaskGroup() as tasks:
-        for line in lines:
+        for number, line in enumerate(lines):
             begun = asyncio.Event()
-            answers.append(tasks.create_task(_line(client, line, begun.set, pipeline)))
+            answer = _line(client, line, begun.set, pipeline, first=number == 0)
+            answers.append(tasks.create_task(answer))
             await begun.wait()
             if len(answers) >= pipeline.engine.concurrency:
                 await write(await answers.popleft())
@@ -50,15 +51,22 @@ async def answer_lines(client: ClientRequest, lines: Iterator[bytes], pipeline: 
 
 
 async def _line(
-    client: ClientRequest, line: bytes, begun: Callable[[], None], pipeline: Pipeline
+    client: ClientRequest,
+    line: bytes,
+    begun: Callable[[], None],
+    pipeline: Pipeline,
+    *,
+    first: bool,
 ) -> bytes:
-    """Return the answer to a line. begun: called when the engine gets it, or will not get it."""
+    """Return the answer to a line. begun: called when the engine gets it, or will not get it.
+    first: whether it is the body's first line.
+    """
     answer = Collected()
     try:
         with client.admitted.part() as cancellation:
             part = BodyPart(line, answer, cancellation, begun)
             request = inference_request(
-                *(client, pipeline.adapters, part), framing=JSON_LINES, refusable=False
+                *(client, pipeline.adapters, part), framing=JSON_LINES, refusable=False, first=first
             )
             if request.fields.streamed:
                 raise BadRequest(
@@ -89,12 +97,15 @@ async def answer_list(client: ClientRequest, adapters: list[str], pipeline: Pipe
         raise bad_request(error) from None
     admitted.take(len(parts) - 1)
 
-    async def answered(body: bytes, adapter: str) -> bytes:
+    async def answered(number: int, body: bytes, adapter: str) -> bytes:
         answer = Collected()
         try:
             part = BodyPart(body, answer, admitted, admitted.release_place)
             request = inference_request(
-                *(client, pipeline.adapters, part), adapter=adapter, framing=JSON_LINES
+                *(client, pipeline.adapters, part),
+                adapter=adapter,
+                framing=JSON_LINES,
+                first=number == 0,
             )
             await pipeline.run(request)
         except (ServingError, ClientLeft) as error:
@@ -105,8 +116,8 @@ async def answer_list(client: ClientRequest, adapters: list[str], pipeline: Pipe
 
     async with asyncio.TaskGroup() as tasks:
         answers = [
-            tasks.create_task(answered(part, adapter))
-            for part, adapter in zip(parts, adapters, strict=True)
+            tasks.create_task(answered(number, *each))
+            for number, each in enumerate(zip(parts, adapters, strict=True))
         ]
     if admitted.cause:
         raise admitted.cause

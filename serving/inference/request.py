@@ -160,10 +160,12 @@ def inference_request(
     content_type: str = "",
     raw: bool = False,
     form: Form | None = None,
+    first: bool = True,
 ) -> InferenceRequest:
     """Build a request to the engine: of a client's whole request, or of a part of it.
 
-    adapter: if its name is known already. Raises BadRequest and NotFound.
+    adapter: if its name is known already. first: whether it is the first part, whose prompt another
+    server may have computed. Raises BadRequest and NotFound.
     """
     if form:
         found = fields(form.json())
@@ -176,7 +178,7 @@ def inference_request(
     whole = BodyPart(client.body, client.answer, client.admitted, client.admitted.release_place)
     return InferenceRequest(
         *(client, *(part or whole), found, adapter, framing, parse, refusable, background),
-        *(content_type, raw, form, None if part else client.transfer),
+        *(content_type, raw, form, client.transfer if first else None),
     )
 
 

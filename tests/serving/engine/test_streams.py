@@ -255,7 +255,7 @@ async def test_a_token_takes_four_stays_without_a_return(path):
 
     async def answer(call, sink, usage):
         none: Any = None
-        events: Any = SimpleNamespace(part=lambda *_: b"data: b\n\n")
+        events: Any = SimpleNamespace(token=lambda *_: b"data: b\n\n")
         how: Any = (Steps(none), True) if call.steps else (events, False)
         made: Any = Stream
         it = Client(lambda results: made(sink, *how, 0, results))
