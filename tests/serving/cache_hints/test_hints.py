@@ -262,7 +262,7 @@ def test_the_last_marks_of_many_count():
 
 # Through the door
 
-PROMPTS: dict[str, Any] = {
+PROMPTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a b"},
     CHAT_COMPLETIONS: {"messages": SAID},
     RESPONSES: {"input": "a b"},
