@@ -210,7 +210,8 @@ async def test_a_token_takes_four_stays_without_a_return(path):
                 waiting.cancel()
                 break
             it.queue.put(result)
-            await waiting
+            first = await waiting
+            how[0].part(first.outputs[0], first, 0)
         await sink.end()
 
     async with running() as served:
