@@ -192,8 +192,8 @@ async def test_a_token_takes_four_stays_without_a_return(path):
     async def answer(call, sink, usage):
         none: Any = None
         events: Any = SimpleNamespace(part=lambda *_: b"data: b\n\n")
-        how = (Steps(none), sink.write_step) if call.steps else (events, sink.write)
-        it = Client(lambda results: Stream(sink, *how, 0, results))
+        made, write = (Steps(none), sink.write_step) if call.steps else (events, sink.write)
+        it = Client(lambda results: Stream(sink, made, write, 0, results))
         sink.stream()
         if call.steps:
             await sink.step(Step("a", [1], ["a"], [-1.0]))
@@ -211,7 +211,7 @@ async def test_a_token_takes_four_stays_without_a_return(path):
                 break
             it.queue.put(result)
             first = await waiting
-            how[0].part(first.outputs[0], first, 0)
+            made.part(first.outputs[0], first, 0)
         await sink.end()
 
     async with running() as served:
