@@ -255,10 +255,11 @@ async def test_a_token_takes_four_stays_without_a_return(path):
 
     async def answer(call, sink, usage):
         none: Any = None
-        events: Any = SimpleNamespace(token=lambda *_: b"data: b\n\n")
-        how: Any = (Steps(none), True) if call.steps else (events, False)
-        made: Any = Stream
-        it = Client(lambda results: made(sink, *how, 0, results))
+        events: Any = SimpleNamespace(token=lambda *_: b"data: b
+
+")
+        made, steps = (Steps(none), True) if call.steps else (events, False)
+        it = Client(lambda results: Stream(sink, made, steps, 0, results))
         sink.stream()
         if call.steps:
             await sink.step(Step("a", [1], ["a"], [-1.0]))
@@ -275,7 +276,8 @@ async def test_a_token_takes_four_stays_without_a_return(path):
                 waiting.cancel()
                 break
             it.queue.put(result)
-            await waiting
+            first = await waiting
+            made.part(first.outputs[0], first, 0)
         await sink.end()
 
     async with running() as served:
