@@ -131,7 +131,7 @@ def message_of(server, body, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_of_messages_adds_up(server, stream):
-    """Tokens count as written into the cache for those who asked for that."""
+    """Tokens count as written into the cache if the request asks for that."""
     text = f"{stream} " + "word " * 500
     system = [{"type": "text", "text": text, "cache_control": KEPT}]
     bodies = [

@@ -191,7 +191,7 @@ OURS = re.compile(rb',"cache_write_tokens":(\d+|null)')
 
 
 def without_chance(answer: bytes) -> bytes:
-    """An answer without what differs between any two, and what vLLM's have not."""
+    """An answer without ids, times and the fields that vLLM does not have."""
     return OURS.sub(b"", CHANCE.sub(b"0", CREATED.sub(b'"created":0', answer)))
 
 

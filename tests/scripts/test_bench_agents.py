@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sessions of agents' bench, and what it prints."""
+"""The sessions of agents' bench, and its output."""
 
 import sys
 

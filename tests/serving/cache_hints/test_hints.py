@@ -36,7 +36,7 @@ def part(**mark: Any) -> list[dict[str, Any]]:
 
 
 def answered(mark: Any) -> list[dict[str, Any]]:
-    """A conversation whose mark is on what a tool has found."""
+    """A conversation with the mark in a tool's result."""
     found = [{"type": "text", "text": "a", "cache_control": mark}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": found}
     return [*SAID, {"role": "user", "content": [result]}]
