@@ -44,7 +44,11 @@ What = Literal[
     "keys",
     "kv_events",
     "limits",
+<<<<<<< ours
     "memory",
+=======
+    "models",
+>>>>>>> theirs
     "objectives",
     "peers",
     "processes",

@@ -304,9 +304,11 @@ class Supervisor(Container):
         if fault := offered.needs(offer, pinned, self._offers.room):
             return Answer(number, 507, fault)
         entry = self._add(offer)
-        loading = entry.loading = asyncio.get_running_loop().create_future()
+        loading: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        entry.loading = loading
         self._publish()
-        return msgspec.structs.replace(await loading, number=number)
+        done = await loading
+        return Answer(number, done.status, done.text)
 
     def _planned_offer(self, name: str, url: str) -> Offer:
         taken = {port for it in self._entries.values() for port in it.offer.ports}

@@ -542,7 +542,8 @@ class Router:
             case protocol.LIVE if reads:
                 responder.respond(200, b"text/plain", b"ok\n")
             case protocol.METRICS | protocol.SERVER_METRICS if reads and self._copies:
-                self._later(self._all_series(responder, self._copies.numbers, self._copies))
+                numbers = {url: str(number) for url, number in self._copies.numbers.items()}
+                self._later(self._all_series(responder, numbers, self._copies))
             case protocol.METRICS | protocol.SERVER_METRICS if reads and self._models:
                 names = {it.address: name for name, it in self._models.rows.items() if it.running}
                 self._later(self._all_series(responder, names))
@@ -608,7 +609,7 @@ class Router:
     async def _all_series(
         self,
         responder: WholeResponder,
-        servers: Mapping[str, int] | Mapping[str, str],
+        servers: Mapping[str, str],
         copies: OwnCopies | None = None,
     ) -> None:
         """Answer with the series of this container: the router's, the supervisor's, the servers'.

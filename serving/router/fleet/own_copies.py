@@ -138,14 +138,14 @@ def described(copies: Mapping[int, bytes], left_out: Collection[int] = ()) -> by
     return json.dumps(whole, separators=(",", ":")).encode()
 
 
-def merged(own: str, servers: Mapping[int, str] | Mapping[str, str], label: str = COPY) -> str:
+def merged(own: str, servers: Mapping[str, str], label: str = COPY) -> str:
     """All series as one text. A family's lines stand together, with one HELP and one TYPE; a
     server's samples get a label with its number or name. Nothing is summed: most of them are no
     sums.
     """
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
-    texts = {"": own} | {str(number): text for number, text in servers.items()}
+    texts = {"": own, **servers}
     for number, text in texts.items():
         family = ""
         for line in text.splitlines():

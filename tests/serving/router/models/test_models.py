@@ -72,8 +72,10 @@ async def serving(folder, *, dynamic=False, **settings):
             replica.models = [{"id": "a"}, {"id": "b"}, {"id": "lmi"}]  # names may be equal
             boss.rows[name] = Row(name, f"/{name}", "cold", replica.url[7:], False, False, "")
         boss.tell()
-        await until_async(lambda: len(it.router._models.rows) == 2)
-        it.boss = boss
+        models = it.router._models
+        assert models
+        await until_async(lambda: len(models.rows) == 2)
+        it.boss = boss  # type: ignore[attr-defined]
         yield it
 
 
