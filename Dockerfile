@@ -117,6 +117,9 @@ LABEL org.opencontainers.image.title="Slipway" \
     org.opencontainers.image.description="A model-serving container: vLLM behind SageMaker's and OpenAI's APIs" \
     org.opencontainers.image.licenses="Apache-2.0" \
     com.amazonaws.sagemaker.capabilities.accept-bind-to-port="true"
+# SageMaker then lets multi-model endpoints use the image.
+ARG MULTI_MODELS=false
+LABEL com.amazonaws.sagemaker.capabilities.multi-models="${MULTI_MODELS}"
 
 
 FROM sagemaker AS default

@@ -73,12 +73,18 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _plan(rest: list[str], environ: Mapping[str, str]) -> int:
+    from serving.models import offered
     from serving.server.prepare import prepare
 
     redaction.hide(environ)  # the value of another option may contain a secret
     try:
         argued = arguments.read("plan", rest)
         redaction.hide(environ, argued)
+        if several := offered.offers(environ, argued):
+            shown = offered.as_json(several) if arguments.AS_JSON in rest else None
+            text = json.dumps(shown, indent=2) if shown else offered.as_text(several)
+            print(redaction.redacted(text))
+            return 0
         plan = prepare(environ, argued).plan
     except SettingsError as error:
         print(redaction.redacted(str(error)), file=sys.stderr)
@@ -129,10 +135,19 @@ def _warm(environ: Mapping[str, str], argued: Mapping[str, Given]) -> Exit:
 def _serve(environ: Mapping[str, str], argued: Mapping[str, Given], warm: bool = False) -> Exit:
     from serving.access.access import Access
     from serving.kv_cache import pool
+    from serving.models.offered import offers
     from serving.observability.capture import capture_output
     from serving.server.prepare import prepare
 
     with pool.cleanup():  # before the machine's memory is measured
+        if several := None if warm else offers(environ, argued):
+            logs.set_format(several.settings.log_format)
+            logs.set_level(several.settings.log_level)
+            asyncio.run(Access(several.settings).require())
+            with capture_output():
+                from serving.models.model_supervisor import supervise as supervise_models
+
+                return supervise_models(several)
         deployment = prepare(environ, argued)
         options = deployment.plan.settings
         if warm and not deployment.plan.compile_cache:

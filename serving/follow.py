@@ -44,6 +44,7 @@ What = Literal[
     "keys",
     "kv_events",
     "limits",
+    "models",
     "objectives",
     "peers",
     "processes",

@@ -52,6 +52,17 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "Answers of other copies to lines of batches": {
         "serving/batch/lanes.py": ["_OtherCopy._ask answer.content.iter_any"],
     },
+    "Calls that load models": {
+        "serving/router/models/doors.py": ["- msgspec.json.Decoder(_Load).decode"],
+    },
+    "Messages between the router and the supervisor of several models": {
+        "serving/models/model_supervisor.py": ["Supervisor._on_router reader.readline"],
+        "serving/router/models/model_messages.py": [
+            "- msgspec.json.Decoder(Report).decode",
+            "- msgspec.json.Decoder(Told).decode",
+        ],
+        "serving/router/models/view.py": ["OwnModels.follow reader.readline"],
+    },
     "The folder of files and batches": {
         "serving/batch/store.py": ["_read msgspec.json.decode", "_read path.read_bytes"],
     },
@@ -223,6 +234,9 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     },
     "serving/copies/looks.py": {
         "Looks._count answer.aiter_bytes": "of our own copies, and no more than LARGEST bytes",
+    },
+    "serving/router/models/view.py": {
+        "OwnModels.series self._door.series.read_text": "a file that the supervisor writes",
     },
     "serving/copies/part.py": {
         "take pickle.load": "what the supervisor has handed to this process in memory",

@@ -277,7 +277,8 @@ ENDS = {
     ("serving.user_code", "_pass_on_output"): "it ends with its process",
     ("serving.user_code", "_read_answers"): "it ends with its process, which is started again",
     ("serving.batch.run", "_watch"): "it ends with its batch, which is tried again",
-    ("serving.copies.supervisor", "_keep_router"): "its failure ends the container",
+    ("serving.copies.life", "_keep_router"): "its failure ends the container",
+    ("serving.models.model_supervisor", "_ready"): "it ends with its model's server",
     ("serving.router.kv.events", "_follow"): "one rank of a replica, which is kept as a whole",
 }
 """What looks again and again, and is no follower: who starts it, what → why."""

@@ -115,7 +115,7 @@ def look(
         shm=_free(Path("/dev/shm"))[0],
         disk=_disk(Path(disk), root),
         gpus=found.shown,
-        ports=_ports(environ, HELPERS + more),
+        ports=free_ports(environ, HELPERS + more),
         slices=found.slices,
         nodes=_nodes(root, cpus),
         no_gpu=found.missing,
@@ -386,7 +386,7 @@ def safe_ports(environ: Mapping[str, str]) -> range | None:
     return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() else None
 
 
-def _ports(environ: Mapping[str, str], count: int) -> tuple[int, ...]:
+def free_ports(environ: Mapping[str, str], count: int) -> tuple[int, ...]:
     """Free ports on the loopback interface, in SageMaker's safe range if it is set."""
     wanted = safe_ports(environ) or [0] * count
     found: list[int] = []

@@ -26,6 +26,7 @@ WORKLOAD, RESULTS = "--workload", "--results"
 _BOOLEANS = (boolean, switch)
 _HELP = ("-h", "--help")
 _MODELS = ("-m", "--models")
+_SEVERAL = f"{PREFIX}MODELS"
 _PYTHON = ("", "python", "mpi", "vllm")
 """LMI's engines that run vLLM."""
 _ABOUT = {
@@ -117,7 +118,11 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
         word = re.sub(r"^-O(?=\d)", "-O=", word)
         typed, assigned, value = word.partition("=")
         if typed in _MODELS:
-            models.append(value if assigned else _value(typed, text, left))
+            value = value if assigned else _value(typed, text, left)
+            if value.startswith("{"):
+                found[_SEVERAL] = Given(value, typed)
+            else:
+                models.append(value)
             continue
         name, read = _option(typed.partition(".")[0])
         if read and "." in typed:
@@ -139,7 +144,8 @@ def read(verb: str, arguments: Sequence[str]) -> dict[str, Given]:
         if "OPTION_MODEL_ID" in found:
             others.append(found["OPTION_MODEL_ID"].text)
         if len(others) > 1:
-            fault = "one server serves one model; options are flags, like --max-model-len 8k"
+            fault = "only one word is the model; options are flags, like --max-model-len 8k, and "
+            fault += f"{_SEVERAL} names several models"
             raise SettingsError([f"{' '.join(others)}: {fault}"])
         found["OPTION_MODEL_ID"] = Given(others[0], "MODEL")
     return found
@@ -178,7 +184,7 @@ def _model(models: str) -> dict[str, Given]:
         return SettingsError([f"-m {models!r}: {why}"])
 
     if "," in models:
-        raise fault("one server serves one model; start a server for each")
+        raise fault(f"names several models; {_SEVERAL} does that")
     named, _, url = models.rpartition("=")
     name, _, rest = named.partition(":")
     engine = rest.partition(":")[2].partition(":")[0]

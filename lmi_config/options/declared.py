@@ -44,6 +44,7 @@ from lmi_config.options.parsers import (
     long_key,
     mebibytes,
     model_len,
+    models,
     one_of,
     rate,
     replicas,
@@ -212,6 +213,35 @@ class Settings:
         default_text="none",
         help="An additional model name: the SageMaker endpoint's, which OpenAI clients send as "
         "`model`.",
+    )
+    models: Mapping[str, Mapping[str, str]] | None = _option(
+        models,
+        "OPTION_MODELS",
+        section=Section.MODEL,
+        default_text="one model",
+        help="Several models, as JSON, or as `models:` in the file of `OPTION_CONFIG_FILE`: name → "
+        "options (docs/guides/several_models.md). A model is loaded at its first request.",
+    )
+    multi_model: bool = _option(
+        boolean,
+        "SAGEMAKER_MULTI_MODEL",
+        section=Section.MODEL,
+        default=False,
+        help="Start without a model: SageMaker's calls to `/models` load and unload models.",
+    )
+    models_memory: int | None = _option(
+        size,
+        "OPTION_MODELS_MEMORY",
+        section=Section.MODEL,
+        default_text="the free memory",
+        help="Memory of the container for all of several models that run, in bytes, such as 24G.",
+    )
+    model_roots: tuple[str, ...] = _option(
+        words,
+        "OPTION_MODEL_ROOTS",
+        section=Section.MODEL,
+        default=("/opt/ml/models",),
+        help="Comma-separated folders that models of calls to `/models` may be in.",
     )
     normalize: bool = _option(
         boolean,

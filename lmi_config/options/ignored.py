@@ -160,9 +160,8 @@ UNUSED: Mapping[str, str] = {
     "OPTION_ENTRY_POINT": "OPTION_ENTRYPOINT names it",
     "OPTION_DEFAULT_ACCEPT": "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT is the default of `Accept`",
     "OPTION_MODEL_DIR": "it is where the files of the model are found to be",
-    "SAGEMAKER_MULTI_MODEL": "one server serves one model",
-    "SERVING_LOAD_MODELS": "one server serves one model",
-    "SERVING_MODEL_URL_PATTERN": "one server serves one model",
+    "SERVING_LOAD_MODELS": "OPTION_MODELS names several models",
+    "SERVING_MODEL_URL_PATTERN": "OPTION_MODEL_ROOTS names the folders of models",
     "SERVING_WAIT_MODEL_LOADING": "/ping answers 503 until the model is ready",
 }
 """LMI's names that are accepted but have no effect: name → the reason."""

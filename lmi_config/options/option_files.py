@@ -12,6 +12,8 @@ PROPERTIES = "serving.properties"
 LARGEST = 2**20
 """Most bytes of a file."""
 YAML = "slipway.yaml"
+MODELS = f"{PREFIX}MODELS"
+"""Several models. Only the file of OPTION_CONFIG_FILE and the environment may list them."""
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".mar")
 _VARIABLES = (PREFIX, "SERVING_", "SAGEMAKER_", "HF_", "LMCACHE_")
@@ -71,8 +73,8 @@ def _unwrapped(store: Path, must_be_one: bool) -> Path | None:
         raise FileFault(f"{archives[0]}: a model must be a folder; unpack the archive")
     names = ", ".join(entry.name for entry in folders + archives)
     raise FileFault(
-        f"{store} holds several models ({names}), and a server serves only one; name it with "
-        f"OPTION_MODEL_ID, like {(folders or archives)[0]}"
+        f"{store} holds several models ({names}); name one with OPTION_MODEL_ID, like "
+        f"{(folders or archives)[0]}, or all with {MODELS}"
     )
 
 

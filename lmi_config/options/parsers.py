@@ -318,6 +318,38 @@ def json_object(value: str) -> Mapping[str, Any]:
     return found
 
 
+MOST_MODELS, LONGEST_NAME = 64, 128
+_MODEL_NAME = re.compile(rf"[A-Za-z0-9][\w.:@/-]{{0,{LONGEST_NAME - 1}}}", re.ASCII)
+
+
+def is_model_name(name: str) -> bool:
+    """Whether one of several models may have this name. Bodies, logs and lists contain it."""
+    return bool(_MODEL_NAME.fullmatch(name))
+
+
+def models(value: str) -> Mapping[str, Mapping[str, str]]:
+    """Read several models: name → options, as texts."""
+    found = json_object(value)
+    if len(found) > MOST_MODELS:
+        raise ValueError(f"at most {MOST_MODELS} models")
+    made = {}
+    for name, options in found.items():
+        if not is_model_name(name):
+            raise ValueError(
+                f"names of models: up to {LONGEST_NAME} letters, digits and ._:@/-, the first a "
+                f"letter or a digit; {name!r:.100} is none"
+            )
+        if not isinstance(options, dict):
+            raise ValueError(
+                f'options for each model, like {{{json.dumps(name)}: {{"model_id": "org/name"}}}}'
+            )
+        made[name] = {
+            key: it if isinstance(it, str) else "" if it is None else json.dumps(it)
+            for key, it in options.items()
+        }
+    return made
+
+
 def number(value: str) -> float:
     try:
         found = float(value)

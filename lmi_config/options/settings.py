@@ -40,6 +40,7 @@ _PLATFORM = {"SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_
 _TRACES, _SIGNALS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 _CONFIG = "SM_VLLM_CONFIG"
 _CONFIGS = ("OPTION_CONFIG_FILE", "OPTION_CONFIG", _CONFIG)
+_MULTI_MODEL = "SAGEMAKER_MULTI_MODEL"
 _MODEL_PY = "model.py"
 _LENIENT = "SAGEMAKER_MAX_PAYLOAD_IN_MB"
 """An invalid value of this variable is ignored, as in LMI."""
@@ -62,10 +63,13 @@ _OWN = (PREFIX, VLLM_PREFIX, "SERVING_", "SAGEMAKER_", "LMCACHE_")
 """The prefixes of options; the environment also has other variables."""
 
 
-def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> Settings:
+def read(
+    environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING, *, within: bool = False
+) -> Settings:
     """Read the settings from environment variables and the files that they or the model bring.
 
-    argued: the command line's options (`arguments.read`), which take precedence.
+    argued: the command line's options (`arguments.read`), which take precedence. within: whether
+    these are the settings of one of several models; the file's list of models is then left out.
 
     Empty variables count as not set, except vLLM's switches under their SM_VLLM_ names. Raises
     SettingsError with all faults at once: values that cannot be read, contradictory names of one
@@ -79,9 +83,18 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
     store = known.get("SERVING_MODEL_STORE", Given(MODEL_STORE, ""))
     config = next((known[name] for name in _CONFIGS if name in known), Given("", ""))
     try:
-        folder = option_files.model_folder(Path(store.text), named)
+        folder, several = None, None
+        try:
+            folder = option_files.model_folder(Path(store.text), named)
+        except FileFault as fault:
+            several = fault
         found = _entered(_placed(option_files.read(folder, config.text)), folder)
+        if several and not {option_files.MODELS, _MULTI_MODEL} & {*known, *found}:
+            raise several
         given = _entered(given, folder)
+        _require_no_models(found, config.text)
+        if within:
+            found.pop(option_files.MODELS, None)
     except FileFault as fault:
         raise SettingsError([str(fault)]) from None
     except OSError as error:
@@ -92,6 +105,16 @@ def read(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> 
         left = _without(found, given)
         found = {name: it for name, it in found.items() if name in left or name not in after}
     return merged(given, found, folder, argued)
+
+
+def _require_no_models(found: Mapping[str, Given], config: str) -> None:
+    """Raise FileFault if the file of one model lists several. config: the operator's own file."""
+    several = found.get(option_files.MODELS)
+    if several and several.file != Path(config):
+        raise FileFault(
+            f"{several.file}: `models` in the file of one model; several models may only be listed "
+            "in the file that OPTION_CONFIG_FILE names"
+        )
 
 
 def _require_text(given: Mapping[str, Given], ours: Set[str]) -> None:

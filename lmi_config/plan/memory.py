@@ -71,6 +71,28 @@ class Share:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory of one of several models in a container, in bytes. host: of the container. gpu: of
+    each GPU.
+    """
+
+    host: int
+    gpu: int = 0
+
+    def __add__(self, other: "Footprint") -> "Footprint":
+        return Footprint(self.host + other.host, self.gpu + other.gpu)
+
+    def __sub__(self, other: "Footprint") -> "Footprint":
+        return Footprint(self.host - other.host, self.gpu - other.gpu)
+
+    def fits(self, room: "Footprint") -> bool:
+        return self.host <= room.host and self.gpu <= room.gpu
+
+
+NO_MEMORY = Footprint(0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
     """The container's memory. shares: reserved memory; kv: bytes of the engine's KV cache in each
@@ -122,8 +144,7 @@ def budget(
         shares.append(Share("shared memory", min(talk, machine.shm), "/dev/shm counts too"))
     if offloaded := native_offload(settings) * copies:
         shares.append(Share("vLLM's KV offload", offloaded, _offload_reason(settings, copies)))
-    margin = round(MARGIN * machine.memory)
-    shares.append(Share("margin", margin, f"{MARGIN:.0%} of the memory"))
+    shares.append(Share(_MARGIN, _margin(machine), f"{MARGIN:.0%} of the memory"))
     left = machine.memory_free - sum(share.size for share in shares)
     kv = None
     if not on_gpu and "kv_cache_memory_bytes" not in settings.origins:
@@ -136,6 +157,22 @@ def budget(
         shares.append(Share("engine's KV cache", kv * count, reason))
         left -= kv * count
     return Budget(shares=tuple(shares), kv=kv, free=max(left, 0))
+
+
+_MARGIN = "margin"
+
+
+def _margin(machine: Machine) -> int:
+    return round(MARGIN * machine.memory)
+
+
+def room(settings: Settings, machine: Machine) -> Footprint:
+    """Return the memory for all models in a container: beside the router, and without the margin.
+    The GPU's is that of the smallest one; 1 for a size that is unknown.
+    """
+    gpu = min((it.memory or 1 for it in machine.gpus), default=0)
+    left = max(machine.memory_free - ROUTER - _margin(machine), 0)
+    return Footprint(min(settings.models_memory or left, left), gpu)
 
 
 def talking(machine: Machine, parallelism: Parallelism, model: ModelFacts) -> int:
@@ -428,3 +465,15 @@ def gpu_budget(
         overhead=CUDA_OVERHEAD,
         given=settings.kv_cache_memory_bytes or 0,
     )
+
+
+def footprint(budget: Budget, gpu: GpuBudget | None, machine: Machine, tiers: int) -> Footprint:
+    """Return the memory of a model that runs beside others. tiers: bytes of its L1 tier.
+
+    vLLM takes its whole share of a GPU, unless the operator sizes its KV cache. A GPU of unknown
+    size counts as full.
+    """
+    host = sum(share.size for share in budget.shares if share.name != _MARGIN) + tiers
+    if not machine.gpus or gpu is None:
+        return Footprint(host, 1 if machine.gpus else 0)
+    return Footprint(host, gpu.weights + gpu.overhead + gpu.given if gpu.given else gpu.usable)

@@ -3,7 +3,9 @@
 
 import asyncio
 import contextlib
+import hashlib
 import io
+import json
 import logging
 import os
 import shlex
@@ -50,6 +52,7 @@ class Limits(NamedTuple):
     scrape_s: float | None = None  # likewise
     header_bytes: int = 4096
     payload_bytes: int = 25 * 1024 * 1024
+    load_s: float = 10 * 60  # for a model of a multi-model endpoint
 
 
 class Artifact(NamedTuple):
@@ -76,6 +79,8 @@ class Recipe(NamedTuple):
     metrics_path: str = "/metrics"
     memory: int | None = None
     gpus: int = 0
+    targets: str | None = None
+    """The prefix of the artifacts of a multi-model endpoint."""
 
 
 class Answer(NamedTuple):
@@ -149,6 +154,8 @@ class Copy:
         self.calls: list[str] = []  # the platform's own, with the status that came back
         self.scrape: dict[str, Any] | None = None
         self._brought: dict[str, tuple[int, int]] = {}
+        self._loaded: dict[str, None] = {}  # models of targets, the least recently used first
+        self._loading = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -211,6 +218,7 @@ class Copy:
         environ["SAGEMAKER_BIND_TO_PORT"] = str(self.port)
         # The folders that Slipway would find at their usual places in a container.
         environ.setdefault("OPTION_ADAPTER_ROOTS", f"{self._ml}/models,{self._ml}/model")
+        environ.setdefault("OPTION_MODEL_ROOTS", f"{self._ml}/models")
         if self.recipe.model:
             environ.setdefault("SERVING_MODEL_STORE", f"{self._ml}/model")
         return [program, "serve"], own | environ
@@ -304,19 +312,56 @@ class Copy:
         """Have the container forget an adapter. Raises Failed."""
         await self._platform_call("DELETE", f"/adapters/{quote(adapter, safe='')}")
 
+    async def load(self, target: str) -> str:
+        """Have a target's model loaded. Returns its name in the container. If the container has no
+        memory for it, the least recently used models are unloaded. Raises Failed.
+        """
+        assert self.recipe.targets is not None
+        artifact = Artifact(self.recipe.targets + target, packed=True)
+        name = hashlib.sha256(artifact.url.encode()).hexdigest()[:32]
+        folder = self._ml / "models" / name
+        async with self._loading:
+            if name in self._loaded:
+                self._loaded[name] = self._loaded.pop(name)
+                return name
+            await asyncio.to_thread(bring, self._store, artifact, folder / "model")
+            self._brought |= _listed(folder)
+            body = json.dumps({"model_name": name, "url": self.seen(folder / "model")}).encode()
+            headers = {"Content-Type": "application/json"}
+            while True:
+                answer = await self._told("POST", "/models", headers, body)
+                if answer.status != 507 or not self._loaded:
+                    break
+                oldest = next(iter(self._loaded))
+                del self._loaded[oldest]
+                await self._platform_call("DELETE", f"/models/{oldest}")
+                await asyncio.to_thread(_remove, self._ml / "models" / oldest)
+            if answer.status not in (200, 409):
+                await asyncio.to_thread(_remove, folder)
+                raise Failed(_shown("POST /models", answer))
+            self._loaded[name] = None
+        return name
+
     async def _platform_call(
         self, method: str, path: str, headers: Mapping[str, str] | None = None
     ) -> None:
+        answer = await self._told(method, path, headers)
+        if answer.status != 200:
+            raise Failed(_shown(f"{method} {path.partition('&')[0]}", answer))
+
+    async def _told(
+        self, method: str, path: str, headers: Mapping[str, str] | None, body: bytes = b""
+    ) -> Answer:
+        """The answer to a call of the platform's own, which is recorded. Raises Failed."""
         shown = f"{method} {path.partition('&')[0]}"
+        seconds = self._limits.load_s if body else None
         try:
-            answer = await self.call(method, path, headers)
+            answer = await self.call(method, path, headers, body, seconds)
         except Failed as fault:
             self.calls.append(f"{shown} -")
             raise Failed(f"{shown}: {fault}") from None
         self.calls.append(f"{shown} {answer.status}")
-        if answer.status != 200:
-            body = answer.body[:500].decode(errors="replace")
-            raise Failed(f"{shown} answered {answer.status}: {body}"[:REASON])
+        return answer
 
     async def call(
         self,
@@ -426,6 +471,11 @@ class Copy:
             stderr=subprocess.DEVNULL,
         )
         await killing.wait()
+
+
+def _shown(call: str, answer: Answer) -> str:
+    body = answer.body[:500].decode(errors="replace")
+    return f"{call} answered {answer.status}: {body}"[:REASON]
 
 
 def _described(error: BaseException) -> str:

@@ -81,8 +81,6 @@ class ControlPlane:
             raise Refused(
                 "PrimaryContainer.Image should name what to run; the stand-in runs no other"
             )
-        if container.get("Mode") == "MultiModel":
-            raise Refused("The stand-in has no multi-model endpoints")
         self._copies.check_image(container["Image"])
         check_environment(container.get("Environment", {}))
         self._copies.check_files(container)

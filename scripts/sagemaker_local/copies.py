@@ -21,6 +21,9 @@ from scripts.sagemaker_local.wire import Refused
 
 log = logging.getLogger(__name__)
 
+MULTI_MODEL = "MultiModel"
+"""The mode of containers with several models."""
+
 
 class Copies:
     """Starts copies, stops them, and runs what takes longer than a call in the background."""
@@ -80,7 +83,15 @@ class Copies:
 
     def check_files(self, container: Record) -> None:
         """Raise Refused where the files of a model's container are not in the store."""
-        for artifact in (_model_artifact(container), *_channels(container).values()):
+        model = _model_artifact(container)
+        if container.get("Mode") == MULTI_MODEL:
+            if not model or "ModelDataSource" in container or not model.url.endswith("/"):
+                raise Refused(
+                    "ModelDataUrl of a multi-model endpoint is the prefix of its models, with a "
+                    "slash at the end"
+                )
+            model = model._replace(packed=False)
+        for artifact in (model, *_channels(container).values()):
             if artifact:
                 if not artifact.packed and not artifact.url.endswith("/"):
                     raise Refused(f"S3Uri {artifact.url} is a prefix and should end with a slash")
@@ -110,17 +121,20 @@ class Copies:
 def recipe(name: str, container: Record, more: Record) -> Recipe:
     """What a copy is made of. more: what a variant or a component says of its containers."""
     metrics = container.get("ContainerMetricsConfig", {}).get("MetricsEndpoints") or [{}]
+    several = container.get("Mode") == MULTI_MODEL
+    own = {"SAGEMAKER_MULTI_MODEL": "true"} if several else {}
     return Recipe(
         name,
         container["Image"],
-        container.get("Environment", {}),
-        _model_artifact(container),
+        container.get("Environment", {}) | own,
+        None if several else _model_artifact(container),
         _channels(container),
         more.get("ContainerStartupHealthCheckTimeoutInSeconds", 8 * 60),
         metrics[0].get("MetricPublishFrequencyInSeconds", 60),
         metrics[0].get("MetricsEndpointPath", "/metrics"),
         more.get("MaxMemoryRequiredInMb"),
         int(more.get("NumberOfAcceleratorDevicesRequired", 0)),
+        container["ModelDataUrl"] if several else None,
     )
 
 

@@ -49,6 +49,7 @@ VARIANT = "x-Amzn-Invoked-Production-Variant"
 CLOSED_SESSION = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW_SESSION = "X-Amzn-SageMaker-New-Session-Id"
 SESSION = "X-Amzn-SageMaker-Session-Id"
+TARGET_MODEL = "X-Amzn-SageMaker-Target-Model"
 
 
 class Options(NamedTuple):
@@ -126,8 +127,9 @@ class StandIn:
     async def _invoke(self, request: web.Request) -> web.Response:
         try:
             target, headers, body = await self._invocation(request, INVOKE)
+            path = await self._path(target, headers)
             try:
-                answer = await target.copy.call("POST", "/invocations", headers, body)
+                answer = await target.copy.call("POST", path, headers, body)
             except Failed as fault:
                 raise self._model_error(target, 0, str(fault)) from None
             if answer.status >= 400:
@@ -136,6 +138,19 @@ class StandIn:
             return _refusal(refused)
         headers = self._answer_headers(target, answer.headers, "Content-Type")
         return web.Response(body=answer.body, headers=headers)
+
+    async def _path(self, target: Target, headers: Mapping[str, str]) -> str:
+        """The container's path for an invocation. The model that it names is loaded first. Raises
+        Refused.
+        """
+        if target.copy.recipe.targets is None:
+            return "/invocations"
+        if not (model := headers.get(TARGET_MODEL)):
+            raise Refused("Target model header is required for a multi-model endpoint")
+        try:
+            return f"/models/{await target.copy.load(model)}/invoke"
+        except Failed as fault:
+            raise self._model_error(target, 0, str(fault)) from None
 
     def _answer_headers(
         self, target: Target, headers: Mapping[str, str], kind: str
@@ -224,9 +239,8 @@ class StandIn:
     async def _invoke_stream(self, request: web.Request) -> web.StreamResponse:
         try:
             target, headers, body = await self._invocation(request, STREAM)
-            calling = target.copy.calling(
-                "POST", "/invocations", headers, body, self._limits.stream_s
-            )
+            path = await self._path(target, headers)
+            calling = target.copy.calling("POST", path, headers, body, self._limits.stream_s)
             async with contextlib.AsyncExitStack() as stack:
                 try:
                     answer = await stack.enter_async_context(calling)

@@ -140,7 +140,8 @@ class Management:
     async def register(self, call: HttpCall, pipeline: Pipeline) -> None:
         raise Conflict(
             "models are not registered here: this server has the one that it was started with, "
-            f"{self._name}; start a server for each model, and put them behind one address"
+            f"{self._name}; set OPTION_MODELS for several, or SAGEMAKER_MULTI_MODEL=true for calls "
+            "that load them"
         )
 
     async def workflows(self, call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def run(part: Part, serve: Callable[[Part], Exit]) -> int:
     end_with_parent(signal.SIGTERM, part.parent)
     logs.configure(os.environ)
     if isinstance(part, CopyPart):
-        logs.name_copy(part.number)
+        logs.name_server(model=part.model) if part.model else logs.name_server(copy=part.number)
     try:
         redaction.hide(os.environ, part.argued)
         end = serve(part)
@@ -65,7 +65,7 @@ def _router(part: RouterPart) -> Exit:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = counters
         from serving.router.workers import route
 
-        return route(options, os.environ, listener, part.copies)
+        return route(options, os.environ, listener, part.copies, part.models)
 
 
 if __name__ == "__main__":

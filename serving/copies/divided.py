@@ -4,7 +4,7 @@
 import dataclasses
 import secrets
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lmi_config.plan.plan import Plan
 from serving.batch.objects import OtherCopies
 from serving.server.prepare import Deployment, Shared
 
-_ROUTERS_ALONE: dict[str, Any] = {
+ROUTERS_ALONE: dict[str, Any] = {
     **dict.fromkeys(("api_key", "api_keys_file", "admin_api_key", "jwt_issuer")),
     **dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_client_ca_file")),
     "ui": False,
@@ -37,13 +37,14 @@ def urls(plan: Plan) -> tuple[str, ...]:
     return tuple(copy.url for copy in plan.copies)
 
 
-def of_router(plan: Plan, shared_secret: str) -> Settings:
-    """The router's settings, without an access log: the copies' log lines have more fields."""
-    settings = plan.settings
+def of_router(settings: Settings, urls: Sequence[str], shared_secret: str) -> Settings:
+    """The router's settings, without an access log: the servers' log lines have more fields. urls:
+    the servers' addresses.
+    """
     strategy = settings.routing_strategy
     return dataclasses.replace(
         settings,
-        router_replicas=",".join(urls(plan)),
+        router_replicas=",".join(urls),
         router_secret=shared_secret,
         router_access_log=False,
         routing_strategy="prefixaware" if strategy == "kvaware" else strategy,
@@ -68,7 +69,7 @@ def of_copy(
         router_secret=shared_secret,
         job_queue_size=-(-settings.job_queue_size // len(plan.copies)),
         adapter_list=settings.adapter_list or (str(adapters) if settings.enable_lora else None),
-        **_ROUTERS_ALONE,
+        **ROUTERS_ALONE,
     )
     made = dataclasses.replace(plan.of_copy(copy), settings=own)
     return dataclasses.replace(deployment, plan=made, shared=shared)
@@ -81,8 +82,8 @@ def folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="slipway-copies-", ignore_cleanup_errors=True)
 
 
-_OURS = ("slipway_cop", "slipway_kv", "slipway_prefill", "lmcache")
-"""Prefixes of the supervisor's series: of copies, and of the cache server."""
+_OURS = ("slipway_cop", "slipway_model_", "slipway_kv", "slipway_prefill", "lmcache")
+"""Prefixes of the supervisor's series: of copies or models, and of the cache server."""
 
 
 class _Ours(Collector):

@@ -17,6 +17,7 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.option_files import Given
 from serving.exit import DIED, Exit
 from serving.router.fleet.own_copies import OwnCopies
+from serving.router.models.model_messages import Door
 from serving.server.prepare import Deployment
 
 LONGEST = 64 * 1024
@@ -36,9 +37,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyPart(Part):
-    """A copy of the model. cpus: the CPUs that it may run on."""
+    """A copy of the model, or one of several models. cpus: the CPUs that it may run on. model: its
+    name among several models, or "".
+    """
 
     number: int
+    model: str = ""
     deployment: Deployment
     cpus: tuple[int, ...]
 
@@ -46,12 +50,13 @@ class CopyPart(Part):
 @dataclass(frozen=True, kw_only=True)
 class RouterPart(Part):
     """The router. listener: the descriptor of its public socket; None if the router has several
-    processes, because each of them listens itself.
+    processes, because each of them listens itself. copies, models: the servers behind it.
     """
 
     settings: Settings
     listener: int | None
-    copies: OwnCopies
+    copies: OwnCopies | None = None
+    models: Door | None = None
 
 
 def hand(part: Part) -> int:

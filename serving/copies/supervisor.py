@@ -7,40 +7,32 @@ them when they end, and stops them in order.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import psutil
 from prometheus_client import Counter, Gauge
 
-from lmi_config.facts.machine import out_of_memory_kills
 from lmi_config.options.option_files import Given
 from lmi_config.plan import explain
 from lmi_config.plan.devices.copies import Copy
-from serving import process
 from serving.aio import in_thread
-from serving.copies import divided
+from serving.copies import divided, life
 from serving.copies.child import Child
+from serving.copies.life import PROGRAM, QUICK_ENDS, STEADY_S, Container, Tasks, exit_code
 from serving.copies.looks import Looks
 from serving.copies.part import CopyPart, RouterPart
-from serving.engine.base import EngineError
-from serving.exit import DIED, START_FAILED, Exit, memory_ran_out, of_its_device
+from serving.exit import DIED, START_FAILED, Exit, of_its_device
 from serving.follow import kept
-from serving.http.sockets import CannotListen, bound, local_url, raise_open_files
+from serving.http.sockets import local_url
 from serving.kv_cache import fingerprints
 from serving.kv_cache.cache_server import CacheServer
-from serving.lifecycle import SHUTDOWN, Step
+from serving.lifecycle import Step
 from serving.observability.redaction import redacted
-from serving.process import StopSignals
 from serving.protocol import INVOCATIONS
 from serving.router.fleet.own_copies import OwnCopies
 from serving.server import cache
@@ -48,13 +40,6 @@ from serving.server.prepare import Deployment, Shared
 
 log = logging.getLogger(__name__)
 
-PROGRAM = (sys.executable, "-P", "-m", "serving.copies")
-"""The command line of a child."""
-RESTART_S = 1.0
-"""Seconds before the restart of a copy that has ended."""
-STEADY_S = 60.0
-QUICK_ENDS = 5
-"""A copy is left out after this number of ends in a row within STEADY_S of being ready."""
 PATIENCE_S = 600.0
 """Maximum seconds with fewer than OPTION_COPIES_LEAST ready copies, if
 OPTION_MODEL_LOADING_TIMEOUT is not set."""
@@ -64,11 +49,6 @@ CHANGED = (
     "the model's files have changed since the container started. The other copies still have the "
     "files from before: restart the container to serve the new ones"
 )
-ROUTER_S = SHUTDOWN.drain + SHUTDOWN.farewell + 0.3
-"""Seconds after which a stopping router has ended ..."""
-COPIES_S = SHUTDOWN.engine
-"""... and seconds for the copies, which then have no requests."""
-
 _COPIES = Gauge("slipway_copies", "Copies of the model in this container.")
 _READY = Gauge("slipway_copies_ready", "Those of them that are ready.")
 _LEFT_OUT = Gauge("slipway_copy_left_out", "1 for a copy that is not started any more.", ["copy"])
@@ -79,14 +59,6 @@ def supervise(
     deployment: Deployment, argued: Mapping[str, Given], program: Sequence[str] = PROGRAM
 ) -> Exit:
     """Serve until SIGTERM or SIGINT, or until a failure. program: see PROGRAM."""
-    settings = deployment.plan.settings
-    raise_open_files()
-    try:
-        listener = None
-        if settings.router_processes == 1:
-            listener = bound(settings.host, settings.port, backlog=2048)
-    except CannotListen as error:
-        return Exit(START_FAILED, "start", str(error))
     for finding in deployment.plan.findings:
         log.warning("%s", finding)
     _, size, model = next(explain.rows(deployment.plan))
@@ -94,27 +66,14 @@ def supervise(
     facts = {"plan": explain.as_json(deployment.plan)}
     text = f"model: {model}, {size}, {count} copies"
     log.info("plan", extra={"facts": facts, "text": text})
-    process.adopt_orphans()
-    with divided.folder() as folder, listener or contextlib.nullcontext():
-        try:
-            return asyncio.run(_life(deployment, argued, listener, Path(folder), program))
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)  # it ends already
-            process.kill(psutil.Process().children(recursive=True))
+
+    async def run(listener: socket.socket | None, folder: Path) -> Exit:
+        return await Supervisor(deployment, argued, listener, folder, program).run()
+
+    return life.live(deployment.plan.settings, run)
 
 
-async def _life(
-    deployment: Deployment,
-    argued: Mapping[str, Given],
-    listener: socket.socket | None,
-    folder: Path,
-    program: Sequence[str],
-) -> Exit:
-    return await Supervisor(deployment, argued, listener, folder, program).run()
-
-
-class Supervisor:
+class Supervisor(Container):
     """The life of a container with several copies."""
 
     def __init__(
@@ -125,66 +84,29 @@ class Supervisor:
         folder: Path,
         program: Sequence[str],
     ) -> None:
-        """listener: the public socket, which outlives the router. folder: the children's shared
-        files. program: the command line of a child.
-        """
+        """listener, folder, program: as for Container."""
+        super().__init__(deployment.plan.settings, argued, listener, folder, program)
         self._deployment = deployment
         self._plan = deployment.plan
-        self._settings = deployment.plan.settings
-        self._argued = argued
-        self._listener = listener
-        self._folder = folder
-        self._program = program
-        self._secret = divided.secret(self._settings)
-        self._began = time.monotonic()
         self._own = OwnCopies(
             urls=divided.urls(self._plan),
             folder=folder,
             least=self._settings.copies_least,
             closed=bool(self._settings.router_secret),
         )
-        self._memory_kills = out_of_memory_kills()
-        self._signals = StopSignals()
-        self._stopping = False
-        self._failed: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._router: Child | None = None
-        self._copies: dict[int, Child] = {}
         self._left_out: dict[int, str] = {}
         self._files: dict[str, fingerprints.State] = {}
         self._cache: CacheServer | None = None
-        self._looks = Looks(self._plan.copies, divided.of_router(self._plan, self._secret))
+        self._looks = Looks(
+            self._plan.copies, divided.of_router(self._settings, self._own.urls, self._secret)
+        )
         _COPIES.set(self._own.count)
 
-    async def run(self) -> Exit:
-        """Run from the first connection to the end."""
-        self._signals.listen(signal.SIGTERM, signal.SIGINT)
-        stop = asyncio.create_task(self._signals.stop())
-        tasks = [
-            asyncio.create_task(kept("processes", process.reap)),
-            asyncio.create_task(self._keep_router()),
-        ]
-        tasks[1].add_done_callback(self._on_done)
-        starting = asyncio.create_task(self._start())
-        try:
-            await _first(stop, self._failed, starting)
-            if starting.done() and not (stop.done() or self._failed.done()):
-                tasks += starting.result()
-                await _first(stop, self._failed)
-        except EngineError as error:
-            self._failed.set_result(Exit(START_FAILED, "start", str(error)))
-        if self._failed.done():
-            end = self._failed.result()
-            reason = end.reason + memory_ran_out(self._memory_kills)
-            end = end._replace(reason=reason)
-        else:
-            end = Exit(0, "draining" if self._own.met else "start")
-        await self._stop(starting, drains=not self._failed.done())
-        for task in [*tasks, stop, starting]:
-            task.cancel()
-        await asyncio.gather(*tasks, stop, starting, return_exceptions=True)
-        return end
+    @property
+    def _was_ready(self) -> bool:
+        return self._own.met
 
-    async def _start(self) -> list[asyncio.Task[None]]:
+    async def _start(self) -> Tasks:
         """Fetch the model, start the cache server, and start the tasks that keep the copies."""
         model, draft = self._deployment.model, self._deployment.draft
         folder = await cache.fetch(model, _note)
@@ -197,57 +119,22 @@ class Supervisor:
         shared = Shared(folder=folder, draft=of_draft, name=name, without_tiers=without)
         watching = kept("copies", self._watch)
         works = [watching, *(self._keep(copy, shared) for copy in self._plan.copies)]
-        tasks = [asyncio.create_task(work) for work in works]
-        for task in tasks:
-            task.add_done_callback(self._on_done)
-        return tasks
+        return self._keep_running(works)
 
-    def _on_done(self, task: "asyncio.Task[None]") -> None:
-        """A task that keeps or watches copies has failed: an internal error."""
-        if not task.cancelled() and (error := task.exception()):
-            log.error("an error of Slipway's own", exc_info=error)
-            self._fail(Exit(DIED, "unforeseen", f"{type(error).__name__}: {error}"))
-
-    def _fail(self, end: Exit) -> None:
-        if not self._failed.done() and not self._stopping:
-            self._failed.set_result(end)
-
-    # the router
-
-    async def _keep_router(self) -> None:
-        """Keep the router running. During a restart, connections wait in its socket."""
-        quick = 0
-        while not self._stopping:
-            began = time.monotonic()
-            self._router = await self._start_router()
-            end = await self._router.ended()
-            self._router = None
-            if self._stopping:
-                return
-            quick = quick + 1 if time.monotonic() - began < STEADY_S else 1
-            if end.stage in ("options", "start") or quick == QUICK_ENDS:
-                reason = f"the router: {end.reason or 'it ended'}"
-                self._fail(Exit(_exit_code(end, DIED), end.stage, reason))
-                return
-            log.error("the router has ended, and is started again: %s", end.reason)
-            await asyncio.sleep(RESTART_S)
-
-    async def _start_router(self) -> Child:
-        report = os.pipe()
-        listener = self._listener.fileno() if self._listener else None
-        part = RouterPart(
+    def _router_part(self, report: int, listener: int | None) -> RouterPart:
+        return RouterPart(
             parent=os.getpid(),
-            report=report[1],
+            report=report,
             argued=self._argued,
-            settings=divided.of_router(self._plan, self._secret),
+            settings=divided.of_router(self._settings, self._own.urls, self._secret),
             listener=listener,
             copies=self._own,
         )
-        return await Child.start(self._program, part, report, self._secrets, listener)
 
-    @property
-    def _secrets(self) -> dict[str, str]:
-        return {"OPTION_ROUTER_SECRET": self._secret}
+    async def _close(self) -> None:
+        if self._cache:
+            await self._cache.stop()
+        await self._looks.close()
 
     # copies
 
@@ -255,9 +142,9 @@ class Supervisor:
         """Keep a copy running until it fails for good."""
         quick = 0
         while not self._stopping:
-            child = self._copies[copy.number] = await self._start_copy(copy, shared)
+            child = self._servers[copy.number] = await self._start_copy(copy, shared)
             end = await child.ended()
-            del self._copies[copy.number]
+            del self._servers[copy.number]
             ready_for = self._looks.gone(copy.number)
             if self._stopping:
                 return
@@ -267,7 +154,7 @@ class Supervisor:
                 self._leave_out(copy, "a copy cannot start because of its device", end)
                 return
             if not self._own.met:
-                self._fail(Exit(_exit_code(end, START_FAILED), end.stage, what))
+                self._fail(Exit(exit_code(end, START_FAILED), end.stage, what))
                 return
             if self._settings.fail_fast:
                 self._fail(Exit(DIED, "serving", f"{what}, and SERVING_FAIL_FAST is set"))
@@ -280,7 +167,7 @@ class Supervisor:
                 return
             log.error("a copy has ended, and is started again: %s", end.reason, extra=facts)
             _RESTARTS.labels(str(copy.number)).inc()
-            await asyncio.sleep(RESTART_S)
+            await asyncio.sleep(life.RESTART_S)
             changed = await in_thread(self._files_changed, shared.folder)
             if changed and shared.without_tiers != CHANGED:
                 log.error("copy %d starts without KV cache tiers: %s", copy.number, CHANGED)
@@ -362,55 +249,7 @@ class Supervisor:
         facts = {"elapsed_s": seconds, "copies": ready}
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})
 
-    # the end
-
-    async def _stop(self, starting: "asyncio.Task[Any]", *, drains: bool) -> None:
-        """Stop the router first, because stopping copies would refuse its requests. Then stop the
-        copies, and last the cache server, which they use.
-        """
-        self._stopping = True
-        starting.cancel()
-        if drains and self._own.met:
-            log.info("draining", extra={"text": "stopping once requests in flight are answered"})
-        if router := self._router:
-            router.ask()
-            hurry = asyncio.create_task(self._hurry(router))
-            if not drains:
-                router.ask()
-            await self._gone(lambda: self._router is None, ROUTER_S)
-            hurry.cancel()
-            router.kill()
-        for child in self._copies.values():
-            child.ask()
-        await self._gone(lambda: not self._copies, COPIES_S)
-        for child in self._copies.values():
-            child.kill()
-        await self._gone(lambda: not self._copies, 1.0)
-        if self._cache:
-            await self._cache.stop()
-        await self._looks.close()
-
-    async def _hurry(self, router: Child) -> None:
-        await self._signals.hurry()
-        router.ask()
-
-    async def _gone(self, gone: Callable[[], bool], seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not gone() and time.monotonic() < until:
-            await asyncio.sleep(0.02)
-
-
-def _exit_code(end: Exit, otherwise: int) -> int:
-    """The container's exit code after a child's end. otherwise: after an end without a fault, or by
-    a signal, whose negative number is no exit code.
-    """
-    return end.code if end.code > 0 else otherwise
-
 
 def _note(step: Step, text: str = "") -> None:
     said = text or step.sentence
     log.info(said, extra={"text": said, "busy": True})
-
-
-async def _first(*waited: "asyncio.Future[Any]") -> None:
-    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

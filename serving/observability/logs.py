@@ -67,7 +67,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(plain(line))
 
 
-_of_all: dict[str, int] = {}
+_of_all: dict[str, int | str] = {}
 """Fields that every line of this process has."""
 
 
@@ -288,9 +288,9 @@ def access(line: RequestLine) -> None:
     _handler.write_soon(b"%b%b\n" % (_access_head(int(1000 * time.time())), _encode(line)[1:]))
 
 
-def name_copy(number: int) -> None:
-    """Add the number of this process's copy of the model to every line."""
-    _of_all["copy"] = number
+def name_server(**which: int | str) -> None:
+    """Add to every line which of several servers in a container this is: a copy, or a model."""
+    _of_all.update(which)
     _access_head.cache_clear()
 
 

@@ -24,13 +24,15 @@ from serving.errors import NotReady, Overloaded, ServingError, Shed
 from serving.observability import logs
 from serving.observability.redaction import redacted
 from serving.observability.tracing import Span, Tracer
-from serving.protocol import REQUEST_ID
+from serving.protocol import ADAPTERS, MANAGEMENT, REQUEST_ID
 from serving.router import metrics
 from serving.router.fleet.circuit_breaker import is_error
 from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.request import Headers, Request
 from serving.router.metrics import Tally
+from serving.router.models.model_messages import Row
+from serving.router.models.view import OwnModels
 from serving.router.peers import Peers
 from serving.router.policy import phases
 from serving.router.policy.policies import PER_REQUEST, Choice, Policy, Work
@@ -51,6 +53,8 @@ CLIENT_LEFT = 499
 """The status of a request whose client left before it had an answer's."""
 
 _UNREAD = RoutingRequest()
+_OF_ONE = (f"{MANAGEMENT[0]}/", *ADAPTERS)
+"""The beginnings of paths that are about one model of several."""
 
 Tokenise = Callable[[RoutingRequest, Request, bytes], Awaitable[RoutingRequest]]
 
@@ -105,6 +109,8 @@ class Routing:
     read: Reader
     tokenise: Tokenise | None
     """Adds a request's tokens, where the strategy wants them."""
+    models: OwnModels | None
+    """The models of this container, if there are several."""
     identity: Callable[[Caller, Sequence[str], Phase], bytes | None]
     """The identity of the sender and the phase, for replicas of these names."""
     prefill_tokens: int
@@ -190,6 +196,7 @@ class Placement:
         self._routing = routing
         self._policy = routing.policy if inference else routing.fallback
         self._among = among
+        self._own: Row | None = None  # of several models in this container
         self._work: Work | None = None
         self._reason = Held(), False  # what its replica should have, and whether it has its session
         self._divisible = False
@@ -216,7 +223,9 @@ class Placement:
         """When its replica last did something for it; None while it waits for its client."""
 
     def read(self, request: Request, body: bytes | bytearray) -> None:
-        """Read the strategy's keys from the request, without its tokens."""
+        """Read the strategy's keys from the request, without its tokens. With several models in
+        this container, raises what OwnModels.named() does.
+        """
         self._routing.retries.earn()
         self.once = creates(request.method, request.path)
         if self.inference:
@@ -227,6 +236,23 @@ class Placement:
                 found = msgspec.structs.replace(found, adapter="")  # for it there is none
             self.features = found
             self.once = self.once or found.begins_session
+        if (models := self._routing.models) and (
+            self.inference or request.path.startswith(_OF_ONE)
+        ):
+            self._find_model(models, request)
+
+    def _find_model(self, models: OwnModels, request: Request) -> None:
+        """Have it go to the server of the model that it names; an adapter's name means its model,
+        as far as that runs.
+        """
+        given = self.features.model
+        if given not in models.rows and given == self.features.adapter:
+            pool = self._routing.pool
+            having = (it.name for it in pool.replicas if given in it.adapters)
+            given = next(filter(None, map(models.at, having)), given)
+        self._own = models.named(request, given)
+        self.features = msgspec.structs.replace(self.features, model=self._own.name)
+        self._among = frozenset((self._own.endpoint,))
 
     def candidates(self, now: float) -> list[Replica]:
         """The replicas that can take it and were not tried."""
@@ -475,6 +501,8 @@ class Placement:
 
     def trouble(self) -> NotReady:
         """Why there is no replica for it."""
+        if self._own:
+            return NotReady(f"the model {self._own.name} does not run; try again")
         if self._among is not None and self._routing.pool.ready:
             endpoints = ", ".join(sorted(self._among)) or "none"
             return NotReady(f"no endpoint that the gateway allows can take it: {endpoints}")

@@ -2,14 +2,18 @@
 """One process of `route`: one port in front of several servers."""
 
 import asyncio
+import functools
 import logging
 import re
 import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine, Hashable, Iterator, Mapping, Set
 from typing import Any, Protocol
+
+import msgspec
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
@@ -40,7 +44,14 @@ from serving.router.fleet.broadcast import Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
 from serving.router.fleet.health import Asking, HealthChecks
-from serving.router.fleet.own_copies import OwnCopies, described, merged, told_by
+from serving.router.fleet.own_copies import (
+    COPY,
+    MODEL,
+    OwnCopies,
+    described,
+    merged,
+    told_by,
+)
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import MOST_HELD, MOST_HELD_BYTES, Buffers
@@ -49,8 +60,11 @@ from serving.router.http.ports import Responder, WholeResponder
 from serving.router.http.request import Request, Rules
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import FALLBACKS, Tally
+from serving.router.models import doors
+from serving.router.models.model_messages import Door, Row
+from serving.router.models.view import OwnModels
 from serving.router.peers import Link, Peers
-from serving.router.placement import Placement, Routing, Timeouts
+from serving.router.placement import Kind, Placement, Routing, Timeouts
 from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import KvAware, Policy, PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import PrefixIndex
@@ -107,12 +121,14 @@ class Router:
         environ: Mapping[str, str],
         link: Link | None = None,
         copies: OwnCopies | None = None,
+        models: Door | None = None,
     ) -> None:
-        """link: to the router's other processes. copies: of this container, where it stands before
-        those.
+        """link: to the router's other processes. copies, models: of this container, if it has such
+        servers.
         """
         self._settings = settings
         self._copies = copies
+        self._models = OwnModels(models) if models else None
         self._origins = Origins(settings.cors_allowed_origin, settings.host)
         self._gateway_origins = Origins(settings.cors_allowed_origin, "")  # it may have any name
         self._page = ui.FILES if settings.serves_ui else {}
@@ -120,7 +136,7 @@ class Router:
             settings,
             routes=True,
             name=link.name if link else "",
-            closed=bool(copies and copies.closed),
+            closed=bool((copies and copies.closed) or (models and models.closed)),
         )
         self._objectives = Objectives(settings)
         self._tenants = Tenants(settings.cache_salt_header)
@@ -141,9 +157,8 @@ class Router:
         self.pool = ReplicaPool(self._on_ready, self._on_gone, copies.urls if copies else ())
         tls = _authorities(settings.router_ca_file)
         asking = self._asking = Asking(self._access, tls)
-        self._health = HealthChecks(
-            *(self.pool, asking, copies.supervisors_series if copies else str)
-        )
+        together = copies.supervisors_series if copies else str
+        self._health = HealthChecks(self.pool, asking, together)
         self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ, asking)
         affinity = SessionAffinity()
@@ -170,9 +185,10 @@ class Router:
                 settings.routing_strategy,
                 settings.session_key,
                 self.pool.adapters,
-                self.pool.apart,
+                None if models else self.pool.apart,
             ).read,
             tokenise=self.kvaware.tokenise if self.kvaware else None,
+            models=self._models,
             identity=self._access.identity,
             prefill_tokens=settings.router_prefill_tokens if self._divides(policy) else 0,
             continues=settings.router_continue_streams,
@@ -237,6 +253,8 @@ class Router:
             works.append(kept("tokenizer", self.kvaware.run))
         if self._picker:
             works.append(kept("endpoint_picker", self._picker.run))
+        if own := self._models:
+            works.append(kept("models", lambda: own.follow(self._work, self._on_models)))
         tasks = [asyncio.create_task(work) for work in works]
         await self._signals.stop()
         await self._drain()
@@ -249,6 +267,8 @@ class Router:
 
     def _places(self) -> AsyncGenerator[frozenset[str]]:
         """Where they are, each time that it changes."""
+        if self._models:
+            return self._models.places()
         replicas = discovered(self._settings.router_replicas or "")
         return addresses(replicas) if self._picker else replicas
 
@@ -326,6 +346,8 @@ class Router:
         self.routing.held.wake()
 
     def _different(self) -> dict[str, str]:
+        if self._models:  # which are meant to differ
+            return {}
         header = (self._settings.cache_salt_header or "").lower()
         divides = bool(self.routing.prefill_tokens)
         return differences(self.pool.replicas, header, divides=divides)
@@ -341,6 +363,81 @@ class Router:
 
     def _learned(self, request: RoutingRequest, replica: str) -> None:
         self.routing.policy.learn(request, replica, time.monotonic())
+
+    # several models in this container
+
+    def _work(self) -> dict[str, tuple[int, int]]:
+        """The requests of each model that wait, and those in flight."""
+        assert self._models
+        waiting = Counter[str]()
+        for kind, count in self.routing.held.counts().items():
+            assert isinstance(kind, Kind)
+            waiting[kind.model] += count
+        in_flight = {self._models.at(it.name): it.in_flight for it in self.pool.replicas}
+        return {name: (waiting[name], in_flight.get(name, 0)) for name in self._models.rows}
+
+    def _on_models(self, before: Mapping[str, Row]) -> None:
+        """The supervisor has told the models' states."""
+        assert self._models
+        rows = self._models.rows
+        self.pool.closed = frozenset(it.address for it in rows.values() if not it.open)
+        for name in before.keys() | rows.keys():
+            if name not in rows:
+                error: ServingError = NotFound(f"the model {name} was unloaded; load it again")
+            elif reason := rows[name].trouble:
+                error = NotReady(f"the model {name} cannot be started: {reason}; try again later")
+            else:
+                continue
+            self.routing.held.give_up(functools.partial(_is_of, name), error)
+        self.routing.held.wake()
+        self._later(self._health.look())
+
+    def _of_models(
+        self, models: OwnModels, responder: WholeResponder, request: Request, route: Route | None
+    ) -> bool:
+        """Answer a request about the models. Returns whether this does. Raises ServingError."""
+        method, path = request.method, request.path
+        reads = method in (b"GET", b"HEAD")
+        if route is BATCH:
+            raise NotFound(
+                f"{path:.100}: a container with several models has no files and batches; ask one "
+                "that has a single model"
+            )
+        if path == protocol.MODELS or path.startswith(f"{protocol.MODELS}/"):
+            if not reads:
+                raise MethodNotAllowed(path, method.decode(), ["GET", "HEAD"])
+            adapters = {models.at(it.name): it.adapters for it in self.pool.ready}
+            found = doors.openai(models, request.caller, adapters)
+            if path != protocol.MODELS:
+                found = doors.one(found, path.removeprefix(f"{protocol.MODELS}/"))
+            _respond(responder, found)
+        elif path == protocol.MANAGEMENT[0] and reads:
+            _respond(responder, doors.listed(models))
+        elif path == protocol.MANAGEMENT[0] and method == b"POST":
+            self._later(self._done(responder, doors.load(models, request)))
+        elif path == protocol.MANAGEMENT[0]:
+            raise MethodNotAllowed(path, method.decode(), ["GET", "HEAD", "POST"])
+        elif not _MANAGED.fullmatch(path) or not path.startswith(protocol.MANAGEMENT[0]):
+            return False
+        elif reads:
+            _respond(responder, doors.described(doors.known(models, path.rpartition("/")[2])))
+        elif method == b"DELETE":
+            unloading = doors.unload(models, path.rpartition("/")[2])
+            self._later(self._done(responder, unloading))
+        else:
+            raise MethodNotAllowed(path, method.decode(), ["GET", "HEAD", "DELETE"])
+        return True
+
+    async def _done(
+        self, responder: WholeResponder, work: Coroutine[Any, Any, dict[str, Any]]
+    ) -> None:
+        """Answer with the outcome of a call."""
+        try:
+            _respond(responder, await work)
+        except ServingError as error:
+            responder.fail(error)
+        except Exception:
+            responder.fail(errors.unforeseen())
 
     # requests
 
@@ -378,6 +475,8 @@ class Router:
             route = READ
         if request.path not in protocol.ROUTER_PROBES and request.path not in self._page:
             self._identify(request, inference=route is INFERENCE)
+        if (models := self._models) and self._of_models(models, responder, request, route):
+            return None
         if route is None:
             self._answer(responder, request)
         elif route is BATCH and not self._settings.batch_folder:
@@ -425,17 +524,23 @@ class Router:
         match request.path:
             case protocol.PING | protocol.HEALTH if reads:
                 hold = self.routing.hold
-                enough = status.enough(self.pool, self._copies, hold)
+                enough = self._models or status.enough(self.pool, self._copies, hold)
                 code = 200 if enough and not self.draining else 503
                 proof = self._access.introduction(request.named.get(protocol.CHALLENGE, b""))
                 lines = [b"%b: %b" % header for header in proof]
                 responder.respond(
-                    code, *status.ping(self.pool, self.draining, self._copies, hold), *lines
+                    code,
+                    *status.ping(self.pool, self.draining, self._copies, hold, self._models),
+                    *lines,
                 )
             case protocol.LIVE if reads:
                 responder.respond(200, b"text/plain", b"ok\n")
             case protocol.METRICS | protocol.SERVER_METRICS if reads and self._copies:
-                self._later(self._all_series(responder, self._copies))
+                numbers = {url: str(number) for url, number in self._copies.numbers.items()}
+                self._later(self._all_series(responder, numbers, self._copies))
+            case protocol.METRICS | protocol.SERVER_METRICS if reads and self._models:
+                names = {it.address: name for name, it in self._models.rows.items() if it.running}
+                self._later(self._all_series(responder, names))
             case protocol.METRICS | protocol.SERVER_METRICS if reads:
                 self.routing.tally.flush()
                 accept = request.named.get(b"accept", b"")
@@ -495,16 +600,25 @@ class Router:
         self._changes.add(task)
         task.add_done_callback(self._on_changed)
 
-    async def _all_series(self, responder: WholeResponder, copies: OwnCopies) -> None:
-        """Answer with the series of this container: the router's, the supervisor's, the copies'."""
+    async def _all_series(
+        self,
+        responder: WholeResponder,
+        servers: Mapping[str, str],
+        copies: OwnCopies | None = None,
+    ) -> None:
+        """Answer with the series of this container: the router's, the supervisor's, the servers'.
+        servers: their numbers or names by their addresses.
+        """
         try:
-            told = await told_by(self.pool, self._asking, copies, protocol.METRICS)
+            told = await told_by(self.pool, self._asking, servers, protocol.METRICS)
             texts = {number: body.decode(errors="replace") for number, body in told.items()}
             self.routing.tally.flush()
             held = self.routing.peers.held
             kind, own = status.metrics(self.pool, held, b"", traced=False)
-            text = own.decode() + copies.supervisors_series()
-            body = await in_thread(merged, text, texts)
+            shared = copies.supervisors_series() if copies else ""
+            shared = self._models.series() if self._models else shared
+            label = COPY if copies else MODEL
+            body = await in_thread(merged, own.decode() + shared, texts, label)
             responder.respond(200, kind, body.encode())
         except Exception:
             responder.fail(errors.unforeseen())
@@ -518,7 +632,7 @@ class Router:
     ) -> None:
         """Answer with what the model's copies say of it together."""
         try:
-            if not (told := await told_by(self.pool, self._asking, copies, request.path)):
+            if not (told := await told_by(self.pool, self._asking, copies.numbers, request.path)):
                 raise NotReady(self.pool.trouble())
             responder.respond(200, b"application/json", described(told, copies.left_out()))
         except ServingError as error:
@@ -528,12 +642,24 @@ class Router:
 
     async def _to_all(self, responder: WholeResponder, request: Request) -> None:
         try:
-            answer = await self._broadcast.send(request)
+            endpoint = ""
+            if self._models:
+                endpoint = self._models.named(request, "").endpoint
+            answer = await self._broadcast.send(request, endpoint)
             responder.respond(answer.status, answer.content_type, answer.body, *answer.lines)
         except ServingError as error:
             responder.fail(error)
         except Exception:
             responder.fail(errors.unforeseen())
+
+
+def _is_of(name: str, kind: Hashable) -> bool:
+    """Whether requests of a kind are for a model."""
+    return isinstance(kind, Kind) and kind.model == name
+
+
+def _respond(responder: WholeResponder, found: dict[str, Any]) -> None:
+    responder.respond(200, b"application/json", msgspec.json.encode(found))
 
 
 def _authorities(file: str | None) -> ssl.SSLContext:

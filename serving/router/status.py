@@ -14,6 +14,7 @@ from serving.router.fleet.own_copies import OwnCopies
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
 from serving.router.kv.awareness import KvAwareness
 from serving.router.metrics import CurrentSeries, HeldWork, ReplicaState, forget
+from serving.router.models.view import OwnModels
 from serving.router.policy.policies import Policy, PrefixAware
 
 _JSON = b"application/json"
@@ -28,10 +29,18 @@ def enough(pool: ReplicaPool, copies: OwnCopies | None, hold: int) -> bool:
 
 
 def ping(
-    pool: ReplicaPool, draining: bool, copies: OwnCopies | None, hold: int
+    pool: ReplicaPool,
+    draining: bool,
+    copies: OwnCopies | None,
+    hold: int,
+    models: OwnModels | None = None,
 ) -> tuple[bytes, bytes]:
     """The kind and body of an answer to /ping. hold: seconds that requests wait for a replica."""
     ready = len(pool.ready)
+    if models:
+        detail = f"{ready} of {len(models.rows)} models run"
+        status = "draining" if draining else "ready"
+        return _JSON, msgspec.json.encode({"status": status, "detail": detail})
     status = "draining" if draining else "ready" if enough(pool, copies, hold) else "starting"
     detail = (
         f"{ready} of {copies.count} copies are ready" if copies else f"{ready} replicas are ready"

@@ -19,6 +19,7 @@ from serving.http.sockets import CannotListen, bound, raise_open_files
 from serving.observability import logs
 from serving.process import end_with_parent, keep_freed_memory
 from serving.router.fleet.own_copies import OwnCopies
+from serving.router.models.model_messages import Door
 from serving.router.peers import links
 from serving.router.router import Router
 
@@ -40,10 +41,12 @@ def route(
     environ: Mapping[str, str],
     listener: socket.socket | None = None,
     copies: OwnCopies | None = None,
+    models: Door | None = None,
 ) -> Exit:
     """Route until SIGTERM or SIGINT, or until something has failed.
 
-    listener: where there is one already, for one process. copies: where they are this container's.
+    listener: where there is one already, for one process. copies, models: where they are this
+    container's; several models need one process.
     """
     raise_open_files()  # a request takes two
     keep_freed_memory(FREED)
@@ -54,7 +57,8 @@ def route(
     with listener:
         if settings.router_processes == 1:
             try:
-                uvloop.run(Router(settings, environ, copies=copies).run(listener))
+                router = Router(settings, environ, copies=copies, models=models)
+                uvloop.run(router.run(listener))
                 code = 0
             except CannotListen as error:  # an endpoint picker
                 return Exit(START_FAILED, "start", str(error))

@@ -32,6 +32,7 @@ PARTS = EngineParts(
     disk_store="serving.kv_cache.lmcache.disk_store.ChecksummedFiles",
 )
 """Names of classes that are not imported here: planning works without vLLM and LMCache."""
+LOOPBACK = "127.0.0.1"
 LARGEST = 4 * 2**20
 """Most bytes of a template."""
 
@@ -65,12 +66,19 @@ class Deployment:
 _NOTHING: Mapping[str, Given] = {}
 
 
-def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) -> Deployment:
+def prepare(
+    environ: Mapping[str, str],
+    argued: Mapping[str, Given] = _NOTHING,
+    share: Machine | None = None,
+) -> Deployment:
     """Read everything once and plan the deployment. Raises SettingsError with all faults.
 
-    argued: the command line's options.
+    argued: the command line's options. share: for one of several models, the machine without them.
     """
-    options = settings.read(environ, argued)
+    options = settings.read(environ, argued, within=share is not None)
+    if share is None and (options.models or options.multi_model):
+        named = options.named("models" if options.models else "multi_model")
+        raise SettingsError([f"{named}: only serve and plan know several models; leave it out"])
     _require_secure(options)
     Access(options)  # reads the keys file
     ServerTls(options)  # reads the certificates
@@ -90,7 +98,8 @@ def prepare(environ: Mapping[str, str], argued: Mapping[str, Given] = _NOTHING) 
             to_fetch += _to_fetch(checkpoint, drafted.facts)
     lmcache = _lmcache_file(options)
     servers = 0 if options.copies == "auto" else options.copies
-    here = machine.look(environ, kv_tiers.disk_path(options, environ, lmcache), servers=servers)
+    disk = kv_tiers.disk_path(options, environ, lmcache)
+    here = share or machine.look(environ, disk, servers=servers)
     room = source.room()
     made = plan.make(
         *(options, here, facts, drafted, environ, PARTS, lmcache, to_fetch, room),

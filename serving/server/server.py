@@ -45,12 +45,11 @@ from serving.observability.capture import causes
 from serving.process import StopSignals, return_freed_memory
 from serving.protocol import INVOCATIONS, PING, UI
 from serving.server import start_phases
-from serving.server.prepare import Deployment
+from serving.server.prepare import LOOPBACK, Deployment
 from serving.server.startup import Runtime, start
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 WATCH_S = 0.25
 """Seconds between two checks of the engine."""
 BLAMED_S = 60.0

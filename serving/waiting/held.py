@@ -80,6 +80,10 @@ class HeldQueue:
         """Whether any request waits for this, so that one more has to stand behind it."""
         return kind in self._kinds
 
+    def counts(self) -> dict[Hashable, int]:
+        """The number of waiting requests of each kind."""
+        return {kind: it.count for kind, it in self._kinds.items()}
+
     def add(self, waiter: Waiter) -> None:
         """Have a request wait. Raises Overloaded if there is no room for it, and after close() its
         error.
@@ -153,6 +157,11 @@ class HeldQueue:
         waited = self._clock() - waiter.since
         self._waited_s += (waited - self._waited_s) * _SMOOTHING
         return waited
+
+    def give_up(self, concerns: Callable[[Hashable], bool], error: ServingError) -> None:
+        """Fail those that wait for these kinds, because it is in vain."""
+        for waiter in [it for it in self._turns if concerns(it.kind)]:
+            self._fail(waiter, "in_vain", error)
 
     def close(self, error: ServingError) -> None:
         """Fail all that wait, and all that come."""

@@ -38,6 +38,7 @@ class Container:
         self.faults = {*faults}
         self.adapters = {}
         self.sessions = set()
+        self.models = {}
         self.under_way = 0
         self.app = web.Application()
         self.app.add_routes(
@@ -49,6 +50,9 @@ class Container:
                 web.delete("/adapters/{name}", self.unregister),
                 web.post("/invocations", self.answered),
                 web.post("/v1/chat/completions", self.answered),
+                web.post("/models", self.load),
+                web.delete("/models/{model}", self.unload),
+                web.post("/models/{model}/invoke", self.answered),
             ]
         )
         if "admin-closed" in self.faults:
@@ -71,6 +75,23 @@ class Container:
             raise web.HTTPNotFound
         found = {"MaxConcurrentTransforms": 4, "BatchStrategy": "MULTI_RECORD", "MaxPayloadInMB": 6}
         return web.json_response(found)
+
+    async def load(self, request):
+        """There is memory for one model."""
+        asked = json.loads(await request.read())
+        folder = Path(asked["url"])
+        if asked["model_name"] in self.models:
+            return web.Response(status=409)
+        if self.models:
+            return web.Response(status=507)
+        if not any(folder.iterdir()):
+            return web.Response(status=400, text="there is no model in it")
+        self.models[asked["model_name"]] = sorted(it.name for it in folder.iterdir())
+        return web.Response()
+
+    async def unload(self, request):
+        gone = self.models.pop(request.match_info["model"], None)
+        return web.Response(status=404 if gone is None else 200)
 
     async def register(self, request):
         name, src = request.query.get("name", ""), request.query.get("src", "")
@@ -136,6 +157,9 @@ class Container:
             "body": body,
             "environ": {k: v for k, v in os.environ.items() if k.startswith("TEST_")},
         }
+        if model := request.match_info.get("model"):
+            seen["files"] = self.models[model]
+            seen["multi"] = os.environ.get("SAGEMAKER_MULTI_MODEL")
         if attributes := body.get("attributes"):
             headers = {ATTRIBUTES: attributes}
         if "attributes" in self.faults and "route=" in request.headers.get(ATTRIBUTES, ""):

@@ -193,6 +193,42 @@ def another(image, s3):
         yield Clients(url, image)
 
 
+def multi_model(clients, data):
+    container = {"Image": clients.image, "Mode": "MultiModel", "ModelDataUrl": data}
+    clients.control.create_model(
+        ModelName="several", ExecutionRoleArn=ROLE, PrimaryContainer=container
+    )
+
+
+def test_a_target_model_is_loaded_and_another_makes_room_for_it(another):
+    with pytest.raises(ClientError, match="with a slash at the end"):
+        multi_model(another, "s3://bucket/one.tar.gz")
+    multi_model(another, "s3://bucket/")
+    assert another.endpoint("several", "several")["EndpointStatus"] == "InService"
+
+    def invoke(target):
+        more = {"TargetModel": target} if target else {}
+        answer = another.runtime.invoke_endpoint(EndpointName="several", Body=b"{}", **more)
+        return json.loads(answer["Body"].read())
+
+    first = invoke("one.tar.gz")
+    assert first["files"] == ["adapter_config.json"]
+    assert first["multi"] == "true"
+    assert first["headers"]["x-amzn-sagemaker-target-model"] == "one.tar.gz"
+    invoke("one.tar.gz")
+    invoke("two.tar.gz")
+    (copy,) = json.loads(urllib.request.urlopen(another.url).read())["copies"]
+    assert [it.split()[0] + it.split()[-1] for it in copy["calls"]] == [
+        *("POST200", "POST507", "DELETE200", "POST200"),
+    ]
+    with pytest.raises(ClientError, match="Could not find model data"):
+        invoke("three.tar.gz")
+    with pytest.raises(ClientError, match="Failed to extract"):
+        invoke("broken.tar.gz")
+    with pytest.raises(ClientError, match="Target model header is required"):
+        invoke("")
+
+
 def refusal(call, *arguments, **more):
     with pytest.raises(ClientError) as caught:
         call(*arguments, **more)

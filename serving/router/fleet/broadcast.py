@@ -48,10 +48,12 @@ class Broadcast:
         self._health = health
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
-    async def send(self, request: Request) -> Answer:
-        """Have all replicas answer. Returns the worst of their answers; raises ServingError."""
+    async def send(self, request: Request, endpoint: str = "") -> Answer:
+        """Have all replicas answer. Returns the worst of their answers; raises ServingError.
+        endpoint: the only replica that is asked; "" for all.
+        """
         await self._health.look()
-        ready = self._pool.ready
+        ready = [it for it in self._pool.ready if endpoint in ("", it.endpoint)]
         if not ready:
             raise NotReady(self._pool.trouble())
         async with self._asking.session() as client:

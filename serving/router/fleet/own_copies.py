@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 
@@ -16,7 +17,9 @@ from serving.router.fleet.health import LARGEST_METRICS, Asking, read
 from serving.router.fleet.replicas import Replica, ReplicaPool
 
 COPY = "copy"
-"""The label with the number of a series' copy."""
+"""The label with the number of a series' copy ..."""
+MODEL = "model"
+"""... and that with the name of its model, in a container with several."""
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{)?")
 _SUFFIXES = ("_total", "_created", "_bucket", "_count", "_sum", "_info")
 
@@ -38,6 +41,11 @@ class OwnCopies:
     @property
     def count(self) -> int:
         return len(self.urls)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The copies' numbers by their addresses."""
+        return {url: number for number, url in enumerate(self.urls)}
 
     @property
     def series(self) -> Path:
@@ -77,13 +85,16 @@ class OwnCopies:
         return ready >= (min(self.least, self.count) if self.met else at_first)
 
 
+T = TypeVar("T", int, str)
+
+
 async def told_by(
-    pool: ReplicaPool, asking: Asking, copies: OwnCopies, path: str
-) -> dict[int, bytes]:
-    """Each copy's answer on a path, by the copy's number. Copies without an answer are left out;
-    `slipway_copies_ready` has the number of ready ones.
+    pool: ReplicaPool, asking: Asking, numbers: Mapping[str, T], path: str
+) -> dict[T, bytes]:
+    """The answer of each server in this container on a path, by its number or name. numbers: these
+    by the servers' addresses. Servers without an answer are left out; `slipway_copies_ready` has
+    the number of ready copies.
     """
-    numbers = {url: number for number, url in enumerate(copies.urls)}
     ready = sorted((it for it in pool.ready if it.name in numbers), key=lambda it: numbers[it.name])
     async with asking.session() as client:
         answers = await asyncio.gather(*(_ask(it, asking, client, path) for it in ready))
@@ -127,13 +138,14 @@ def described(copies: Mapping[int, bytes], left_out: Collection[int] = ()) -> by
     return json.dumps(whole, separators=(",", ":")).encode()
 
 
-def merged(own: str, copies: Mapping[int, str]) -> str:
-    """All series as one text. A family's lines stand together, with one HELP and one TYPE; a copy's
-    samples get a label with its number. Nothing is summed: most of them are no sums.
+def merged(own: str, servers: Mapping[str, str], label: str = COPY) -> str:
+    """All series as one text. A family's lines stand together, with one HELP and one TYPE; a
+    server's samples get a label with its number or name. Nothing is summed: most of them are no
+    sums.
     """
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
-    texts = {"": own} | {str(number): text for number, text in copies.items()}
+    texts = {"": own, **servers}
     for number, text in texts.items():
         family = ""
         for line in text.splitlines():
@@ -147,7 +159,8 @@ def merged(own: str, copies: Mapping[int, str]) -> str:
             elif line and (found := _SAMPLE.match(line)):
                 if not _of(found[1], family):
                     family = found[1]
-                samples.setdefault(family, []).append(_labelled(line, found, number))
+                labelled = _labelled(line, found, label, number)
+                samples.setdefault(family, []).append(labelled)
     lines = []
     for family, values in samples.items():
         lines += [*heads.get(family, ()), *values]
@@ -159,11 +172,11 @@ def _of(sample: str, family: str) -> bool:
     return sample == family or any(sample == family + suffix for suffix in _SUFFIXES)
 
 
-def _labelled(line: str, found: "re.Match[str]", number: str) -> str:
+def _labelled(line: str, found: "re.Match[str]", label: str, number: str) -> str:
     if not number:
         return line
     name, rest = found[1], line[found.end() :]
     if not found[2]:
-        return f'{name}{{{COPY}="{number}"}}{rest}'
+        return f'{name}{{{label}="{number}"}}{rest}'
     comma = "" if rest.startswith("}") else ","
-    return f'{name}{{{COPY}="{number}"{comma}{rest}'
+    return f'{name}{{{label}="{number}"{comma}{rest}'

@@ -230,6 +230,8 @@ class ReplicaPool:
         """Names of models, not of adapters, that some of them serve and others do not."""
         self.first_bytes: deque[float] = deque(maxlen=FIRST_BYTES)
         """Seconds that the latest answers took to begin."""
+        self.closed: frozenset[str] = frozenset()
+        """The names of replicas that get no more requests, because they make room for others."""
         self.probed = asyncio.Event()
         """Set once each of the first ones has said whether it can serve."""
         self._on_ready = on_ready
@@ -294,6 +296,8 @@ class ReplicaPool:
         among: Set[str] | None = None,
     ) -> list[Replica]:
         ready = [replica for replica in self.replicas if replica.state is _READY]
+        if self.closed:
+            ready = [replica for replica in ready if replica.name not in self.closed]
         if model:
             ready = [replica for replica in ready if model in replica.models]
         if among is not None:

@@ -111,11 +111,12 @@ class RequestReader:
         strategy: str,
         session_key: str | None,
         adapters: Collection[str],
-        models: Collection[str] = (),
+        models: Collection[str] | None = (),
     ) -> None:
         """session_key: the header or key of a JSON body that names a session, besides SageMaker's
         header; None takes what is customary. adapters: names that are adapters' where a body has
-        them as its `model`; models: those of models that not all replicas serve. Both may change.
+        them as its `model`; models: those of models that not all replicas serve; None for all
+        names. Both may change.
         """
         headers: tuple[bytes, ...] = (SESSION_ID,)
         keys: tuple[str, ...] = ()
@@ -184,6 +185,8 @@ class RequestReader:
         )
 
     def _model(self, keys: _Keys) -> str:
+        if self._models is None:
+            return _text(keys.model)
         return model if self._models and (model := _text(keys.model)) in self._models else ""
 
     def _adapter(self, headers: Mapping[bytes, bytes], keys: _Keys, target: bytes) -> str:

@@ -105,7 +105,11 @@ class ProxiedRequest:
         if self._trace:
             self._choosing = self._trace.part("choose")
         placement, request = self.placement, self._request
-        placement.read(request, request.body)
+        try:
+            placement.read(request, request.body)
+        except ServingError as error:
+            self._fail(error)
+            return
         if self._routing.continues and self._is_held():
             self._continuation = continuation(request.path, bytes(request.body))
         if it := self._continuation:

@@ -82,8 +82,8 @@ def test_words_become_options(words, field, value):
         (("--made-up.key", "1"), "--made-up.key: no such option"),
         (("--port.x", "1"), """--port.x='{"x": 1}': should be a whole number"""),
         (("--port", "--host", "::"), "--port: needs a value"),
-        (("a", "b"), "a b: one server serves one model; options are flags, like --max-model-len"),
-        (("a", "--model-id", "b"), "a b: one server serves one model"),
+        (("a", "b"), "a b: only one word is the model; options are flags, like --max-model-len"),
+        (("a", "--model-id", "b"), "a b: only one word is the model"),
         (("a", "--model", "b"), "MODEL='a' and --model='b' set the same option to different"),
     ],
 )
@@ -147,7 +147,7 @@ def test_help_names_every_option_by_a_flag_that_is_taken():
     usage = arguments.usage("serve")
     flags = [line.strip() for line in usage.splitlines() if line.startswith("  --")]
     assert len(flags) == len(OPTIONS)
-    names = {name for flag in flags for name in arguments.read("serve", [f"{flag}=x"])}
+    names = {name for flag in flags for name in arguments.read("serve", [f"{flag}={{}}"])}
     assert len(names) == len(OPTIONS)
     declared = {name for option in OPTIONS.values() for name in (*option.names, option.vllm)}
     assert {name for name in names if name not in declared} == {
@@ -191,8 +191,8 @@ def test_lmis_flag_takes_weights_where_there_is_nothing_else(tmp_path):
         (("-m", "a=file:/nowhere"), "-m 'a=file:/nowhere': there is no such folder"),
         (("-m", "a=djl://ai.djl/m"), "should be NAME=file:/FOLDER or NAME=s3://BUCKET/PREFIX"),
         (("-m", "a=https://h/m.tar.gz"), "should be NAME=file:/FOLDER or NAME=s3://BUCKET/PREFIX"),
-        (("-m", "a=file:/,b=file:/"), "one server serves one model; start a server for each"),
-        (("-m", "a=file:/", "-m", "b=file:/"), "one server serves one model"),
+        (("-m", "a=file:/,b=file:/"), "names several models; OPTION_MODELS does that"),
+        (("-m", "a=file:/", "-m", "b=file:/"), "names several models"),
         (("-m", "a::PyTorch=file:/"), "chooses the engine PyTorch, but Slipway only runs vLLM"),
     ],
 )

@@ -196,7 +196,11 @@ BAD_PROPERTIES = "serving.properties: "
 @pytest.mark.parametrize(
     ("files", "environ", "fault"),
     [
-        ({"a__x": "", "b__x": ""}, {}, "holds several models (a, b), and a server serves only one"),
+        (
+            {"a__x": "", "b__x": ""},
+            {},
+            "holds several models (a, b); name one with OPTION_MODEL_ID",
+        ),
         ({"a.tar.gz": ""}, {}, "a model must be a folder; unpack the archive"),
         (
             {"serving_properties": "option.max_modle_len=1"},

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from lmi_config.options.settings import SettingsError
-from serving.copies import supervisor
+from serving.copies import life, supervisor
 from serving.copies.__main__ import be, run
 from serving.copies.part import CopyPart, take
 from serving.engine.base import EngineError
@@ -70,7 +70,7 @@ def child(part):
 
 def main():
     logs.configure(os.environ)
-    supervisor.RESTART_S = 0.1
+    life.RESTART_S = 0.1
     supervisor.PATIENCE_S = float(os.environ.get("PATIENCE_S", "600"))
     try:
         end = supervisor.supervise(prepare(dict(os.environ)), {}, PROGRAM)

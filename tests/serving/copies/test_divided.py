@@ -25,7 +25,9 @@ def settings(**environ):
         divided.of_copy(Deployment(made, NO_SOURCE, None), it, secret, SHARED, Path("/ours"))
         for it in made.copies
     ]
-    return divided.of_router(made, secret), [it.plan.settings for it in copies]
+    return divided.of_router(made.settings, divided.urls(made), secret), [
+        it.plan.settings for it in copies
+    ]
 
 
 def test_a_copy_lets_nobody_in_but_its_router():

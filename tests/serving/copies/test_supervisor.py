@@ -14,7 +14,7 @@ import pytest
 from scripts.harness.process import AS_ENTRYPOINT_SH, Program
 from scripts.harness.wait import until
 from scripts.models import tiny
-from serving.copies import supervisor
+from serving.copies import life, supervisor
 from serving.exit import Exit
 from serving.kv_cache.cache_server import TERM_S
 from serving.lifecycle import GRACE_S, SHUTDOWN
@@ -287,11 +287,11 @@ def test_the_router_checks_keys_and_the_operators_secret_closes_the_container(tm
 
 
 def test_an_orderly_end_takes_less_than_platforms_allow():
-    whole = supervisor.ROUTER_S + supervisor.COPIES_S + TERM_S + SHUTDOWN.log
+    whole = life.ROUTER_S + life.SERVERS_S + TERM_S + SHUTDOWN.log
     assert whole < GRACE_S - 0.5
 
 
 @pytest.mark.parametrize(("code", "container"), [(-9, 1), (0, 1), (3, 3)])
 def test_a_signal_is_no_exit_code(code, container):
     """The supervisor uses this for the router and for copies."""
-    assert supervisor._exit_code(Exit(code, "serving"), 1) == container
+    assert life.exit_code(Exit(code, "serving"), 1) == container

@@ -16,6 +16,7 @@ from scripts.harness.wait import until_async
 from serving.access.caller import Caller
 from serving.access.signed_identity import Signer
 from serving.router.fleet import health
+from serving.router.models.model_messages import Door
 from serving.router.router import Router
 
 Answer = Callable[["FakeReplica", "Asked", asyncio.StreamWriter], Awaitable[None]]
@@ -194,7 +195,9 @@ async def _read(reader: asyncio.StreamReader) -> Asked | None:
 class Routed:
     """A router, its replicas, and a client of it."""
 
-    def __init__(self, fleet: list[FakeReplica], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, fleet: list[FakeReplica], settings: dict[str, Any], models: Door | None = None
+    ) -> None:
         self.fleet = fleet
         listener = socket.create_server(("127.0.0.1", 0))
         # Asyncio does so only for sockets made with TCP's number; else each body waits for 40 ms.
@@ -202,7 +205,8 @@ class Routed:
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         urls = ",".join(it.url for it in fleet)
-        self.router = Router(Settings(**{"router_replicas": urls} | settings), {})
+        options = Settings(**{"router_replicas": urls} | settings)
+        self.router = Router(options, {}, models=models)
         self.task = asyncio.create_task(self.router.run(listener))
         self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
 
@@ -234,16 +238,18 @@ class Routed:
 
 
 @asynccontextmanager
-async def routing(count: int = 2, wait: bool = True, **settings: Any) -> AsyncIterator[Routed]:
-    """A router in front of so many replicas. settings: with `knows`, whether they have its
-    secret.
+async def routing(
+    count: int = 2, wait: bool = True, models: Door | None = None, **settings: Any
+) -> AsyncIterator[Routed]:
+    """A router in front of so many replicas. models: of a container with several. settings: with
+    `knows`, whether they have its secret.
     """
     knows = settings.pop("knows", True)
     fleet = [FakeReplica() for _ in range(count)]
     for it in fleet:
         it.secret = settings.get("router_secret") if knows else None
         await it.start()
-    routed = Routed(fleet, settings)
+    routed = Routed(fleet, settings, models)
     try:
         if wait:
             await routed.ready()

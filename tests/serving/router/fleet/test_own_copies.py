@@ -29,7 +29,7 @@ vllm:latency_sum{model="m {x}"} 0.3
 
 
 def test_each_copys_samples_are_told_apart_and_never_summed():
-    text = merged(OWN, {0: COPY, 1: COPY})
+    text = merged(OWN, {"0": COPY, "1": COPY})
     found = {it.name: it for it in text_string_to_metric_families(text)}
     open_fds = {it.labels.get("copy"): it.value for it in found["process_open_fds"].samples}
     assert open_fds == {None: 9.0, "0": 7.0, "1": 7.0}

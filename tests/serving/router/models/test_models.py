@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router of a container with several models, in front of a scripted supervisor."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from scripts.harness.wait import until_async
+from serving.access import keys
+from serving.router.models.model_messages import LONGEST, Answer, Door, Row, Told, line, read_report
+from serving.router.models.view import OwnModels
+from tests.serving.router.conftest import routing
+
+pytestmark = pytest.mark.anyio
+
+CHAT = {"prompt": "a"}
+ADMIN = "an-admin-key-of-a-test"
+
+
+class Supervisor:
+    """The other end of the router's socket."""
+
+    def __init__(self):
+        self.rows = {}
+        self.revision = 0
+        self.report = None
+        self.calls = []
+        self._writer = None
+
+    async def serve(self, reader, writer):
+        self._writer = writer
+        self.tell()
+        while told := await reader.readline():
+            self.report = read_report(told)
+            self.calls += self.report.calls
+        writer.close()
+
+    def tell(self, *answers):
+        if self._writer:
+            rows = tuple(self.rows.values())
+            self._writer.write(line(Told(self.revision, rows, answers)))
+
+    def enter(self, name, state, trouble=""):
+        self.revision += 1
+        before = self.rows[name]
+        self.rows[name] = Row(
+            name=name,
+            url=before.url,
+            state=state,
+            endpoint=before.endpoint,
+            running=state in ("ready", "stopping"),
+            open=state == "ready",
+            trouble=trouble,
+        )
+        self.tell()
+
+    def work(self, name):
+        return self.report.work.get(name) if self.report else None
+
+
+@asynccontextmanager
+async def serving(folder, *, dynamic=False, **settings):
+    """A router of the models a and b, both cold, and their servers."""
+    boss = Supervisor()
+    door = Door(folder=folder, dynamic=dynamic, closed=False)
+    listening = await asyncio.start_unix_server(boss.serve, door.socket, limit=LONGEST)
+    settings = {"router_hold": 60, **settings}
+    async with listening, routing(2, wait=False, models=door, **settings) as it:
+        for name, replica in zip("ab", it.fleet, strict=True):
+            replica.models = [{"id": "a"}, {"id": "b"}, {"id": "lmi"}]  # names may be equal
+            boss.rows[name] = Row(name, f"/{name}", "cold", replica.url[7:], False, False, "")
+        boss.tell()
+        models = it.router._models
+        assert models
+        await until_async(lambda: len(models.rows) == 2)
+        it.boss = boss  # type: ignore[attr-defined]
+        yield it
+
+
+@pytest.fixture
+async def own(tmp_path):
+    async with serving(tmp_path) as it:
+        yield it
+
+
+def ask(it, model, path="/v1/completions", **more):
+    body = CHAT | ({"model": model} if model else {})
+    return asyncio.create_task(it.post(body, path, **more))
+
+
+async def ready(it, name):
+    it.boss.enter(name, "ready")
+    models = it.router._models
+    await until_async(lambda: name in [models.at(one.name) for one in it.router.pool.ready])
+
+
+async def test_a_request_waits_until_its_model_runs_and_the_supervisor_knows(own):
+    assert (await own.client.get("/ping")).json() == {
+        "status": "ready",
+        "detail": "0 of 2 models run",
+    }
+    waits = ask(own, "a")
+    await until_async(lambda: own.boss.work("a") and own.boss.work("a").waiting == 1)
+    assert own.boss.work("b").waiting == 0
+    await ready(own, "b")  # another model's server is none for it
+    await asyncio.sleep(0.1)
+    assert not waits.done()
+    await ready(own, "a")
+    answer = await waits
+    assert answer.json()["replica"] == own.fleet[0].url
+    assert "x-slipway-held-ms" in answer.headers
+    await until_async(lambda: own.boss.work("a").waiting == 0)
+    assert own.boss.work("a").begun == 1
+
+
+async def test_a_model_that_makes_room_gets_no_more_requests(own):
+    await ready(own, "a")
+    go = asyncio.Event()
+
+    async def answer(replica, asked, writer):
+        await go.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    own.fleet[0].answer = answer
+    first = ask(own, "a")
+    await until_async(lambda: own.boss.work("a").in_flight == 1)
+    own.boss.enter("a", "stopping")
+    await until_async(lambda: own.boss.report.seen == own.boss.revision)
+    second = ask(own, "a")
+    await until_async(lambda: own.boss.work("a").waiting == 1)
+    go.set()
+    assert (await first).status_code == 200
+    await until_async(lambda: own.boss.work("a").in_flight == 0)
+    assert not second.done()
+    own.boss.enter("a", "cold")
+    await ready(own, "a")
+    assert (await second).status_code == 200
+
+
+async def test_which_model_a_request_is_for(own):
+    await ready(own, "a")
+    await ready(own, "b")
+    for path in ("/models/b/invoke", "/predictions/b"):
+        answer = await ask(own, "a", path)  # the path says more than the body
+        assert answer.json()["replica"] == own.fleet[1].url
+    for n in range(3):
+        assert (await ask(own, "ab"[n % 2])).json()["replica"] == own.fleet[n % 2].url
+    assert (await ask(own, "c")).status_code == 404
+    assert (await ask(own, "lmi")).status_code == 404
+    nameless = await ask(own, "")
+    assert nameless.status_code == 400
+    assert nameless.json()["error"]["param"] == "model"
+
+
+async def test_an_adapters_name_means_its_model_while_that_runs(own):
+    own.fleet[1].models = [{"id": "b"}, {"id": "tuned", "parent": "b"}]
+    await ready(own, "b")
+    assert (await ask(own, "tuned")).json()["replica"] == own.fleet[1].url
+    listed = (await own.client.get("/v1/models")).json()["data"]
+    assert [(it["id"], it["parent"]) for it in listed] == [
+        ("a", None),
+        ("b", None),
+        ("tuned", "b"),
+    ]
+
+
+async def test_a_change_of_adapters_goes_to_the_model_in_its_path(own):
+    await ready(own, "a")
+    await ready(own, "b")
+    answer = await own.post({"name": "x", "src": "/x"}, "/models/b/adapters")
+    assert answer.json()["replica"] == own.fleet[1].url
+    assert own.fleet[0].asked == []
+    assert (await own.post({"name": "x", "src": "/x"}, "/adapters")).status_code == 400
+
+
+async def test_in_vain_nobody_waits(own):
+    waits = ask(own, "a")
+    await until_async(lambda: own.boss.work("a") and own.boss.work("a").waiting == 1)
+    own.boss.enter("a", "cold", "the weights are torn")
+    answer = await waits
+    assert answer.status_code == 503
+    assert "the weights are torn" in answer.text
+    assert (await ask(own, "a")).status_code == 503
+    own.boss.enter("a", "cold")
+    waits = ask(own, "a")
+    await until_async(lambda: own.boss.work("a").waiting == 1)
+    del own.boss.rows["a"]
+    own.boss.tell()
+    assert (await waits).status_code == 404
+
+
+@pytest.fixture
+def keyed(tmp_path):
+    """Keys: one that may use the model b alone, and an admin's."""
+    key = keys.made()
+    file = tmp_path / "keys.yaml"
+    row = keys.row("one", key, None)
+    file.write_text(f"keys:\n{row}\n  models: [b]\n")
+    return key, {
+        "api_keys_file": str(file),
+        "admin_api_key": ADMIN,
+        "router_secret": "0123456789abcdef" * 2,
+    }
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_a_key_starts_only_its_models(tmp_path, keyed):
+    key, settings = keyed
+    async with serving(tmp_path, **settings) as it:
+        assert (await ask(it, "a", headers=bearer(key))).status_code == 403
+        assert it.boss.work("a").begun == 0
+        listed = await it.client.get("/v1/models", headers=bearer(key))
+        assert [row["id"] for row in listed.json()["data"]] == ["b"]
+        waits = ask(it, "b", headers=bearer(key))
+        await until_async(lambda: it.boss.work("b") and it.boss.work("b").waiting == 1)
+        waits.cancel()
+        await until_async(lambda: it.boss.work("b").waiting == 0)
+
+
+async def test_only_an_admin_key_may_load_models(tmp_path, keyed):
+    key, settings = keyed
+    async with serving(tmp_path, dynamic=True, **settings) as it:
+        body = json.dumps({"model_name": "c", "url": "/opt/ml/models/c/model"})
+        for method, path in (("POST", "/models"), ("GET", "/models"), ("DELETE", "/models/a")):
+            for headers, status in (({}, 401), (bearer(key), 403)):
+                answer = await it.client.request(method, path, content=body, headers=headers)
+                assert answer.status_code == status
+        assert it.boss.calls == []
+        loads = asyncio.create_task(
+            it.client.post("/models", content=body, headers=bearer(ADMIN), timeout=60)
+        )
+        await until_async(lambda: it.boss.calls)
+        it.boss.tell(Answer(it.boss.calls[0].number, 507, "there is room for 1 GiB"))
+        assert (await loads).status_code == 507
+
+
+async def test_when_the_supervisor_is_gone_calls_are_answered(tmp_path):
+    async with serving(tmp_path, dynamic=True) as it:
+        unloads = asyncio.create_task(it.client.delete("/models/a", timeout=60))
+        await until_async(lambda: it.boss.calls)
+        it.boss._writer.close()
+        assert (await unloads).status_code == 503
+        loads = asyncio.create_task(it.client.delete("/models/b", timeout=60))
+        await until_async(lambda: len(it.boss.calls) == 2)  # the connection is made anew
+        it.boss.tell(Answer(it.boss.calls[1].number, 200, ""))
+        assert (await loads).status_code == 200
+
+
+async def test_a_drain_refuses_those_that_wait(own):
+    waits = ask(own, "a")
+    await until_async(lambda: own.boss.work("a") and own.boss.work("a").waiting == 1)
+    own.router.stop()
+    assert (await waits).status_code == 503
+
+
+async def test_a_line_without_end_is_not_read(tmp_path):
+    closed = asyncio.Event()
+
+    async def endless(reader, writer):
+        writer.write(b"x" * (LONGEST + 2))
+        await reader.read()
+        writer.close()
+        closed.set()
+
+    door = Door(folder=tmp_path, dynamic=False, closed=False)
+    async with await asyncio.start_unix_server(endless, door.socket):
+        with pytest.raises(ValueError, match="limit"):
+            await OwnModels(door).follow(dict, lambda before: None)
+        await closed.wait()
+        await asyncio.sleep(0.01)
