@@ -33,7 +33,9 @@ from serving.router.http.request import Headers, Request
 from serving.router.metrics import Tally
 from serving.router.peers import Peers
 from serving.router.policy import phases
-from serving.router.policy.policies import PER_REQUEST, Choice, Policy, Work
+from serving.router.policy.candidates import Candidates
+from serving.router.policy.load import PER_REQUEST, Work
+from serving.router.policy.policies import Choice, Policy
 from serving.router.policy.request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
@@ -228,7 +230,7 @@ class Placement:
             self.features = found
             self.once = self.once or found.begins_session
 
-    def candidates(self, now: float) -> list[Replica]:
+    def candidates(self, now: float) -> Candidates[Replica]:
         """The replicas that can take it and were not tried."""
         pool = self._routing.pool
         named = self.features
@@ -419,8 +421,8 @@ class Placement:
             return None
         began = time.perf_counter()
         bound = routing.affinity.replica(features.session) if features.session else None
-        home = [replica for replica in candidates if replica.name == bound] if bound else None
-        choice = Choice(home[0]) if home else self._policy.choose(features, candidates, now)
+        home = candidates.named(bound) if bound else None
+        choice = Choice(home) if home else self._policy.choose(features, candidates, now)
         self._go(choice, now)
         self._take_prefilled(self.replica)
         if self.inference:
@@ -547,6 +549,8 @@ class Placement:
         breaker, trial, self._trial = self.replica.breaker, self._trial, False
         self.replica.refuses = status == 503
         self._answers = status < 400
+        if status < 500:
+            self.replica.answered_at = now
         if self._doubted and is_error(status):
             self._excuse(now)
             breaker.excused(now, trial=trial)

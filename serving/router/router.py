@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Set
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
@@ -81,6 +82,7 @@ _OWN = frozenset(
 )
 """Paths that a router answers by itself, beside those of its page."""
 _MANAGED = re.compile(protocol.MANAGED_PATH)
+_COUNT = re.compile("[0-9]{1,9}")
 SWEEP_S = 1.0
 """Between two looks for what has waited too long."""
 
@@ -142,7 +144,8 @@ class Router:
         tls = _authorities(settings.router_ca_file)
         asking = self._asking = Asking(self._access, tls)
         self._health = HealthChecks(
-            *(self.pool, asking, copies.supervisors_series if copies else str)
+            *(self.pool, asking, copies.supervisors_series if copies else str),
+            tell=lambda seen: self.routing.peers.tell(seen),
         )
         self._differences: dict[str, str] = {}
         policy, self.kvaware = _strategy(settings, environ, asking)
@@ -155,7 +158,9 @@ class Router:
             policy=policy,
             fallback=RoundRobin(),
             affinity=affinity,
-            peers=Peers(lambda: self.pool.replicas, self._learned, affinity.bind, held, link),
+            peers=Peers(
+                *(self.pool.named, self._learned, affinity.bind, self._health.on_seen, held, link)
+            ),
             limiter=Limiter(settings.limits_url),
             retries=RetryBudget(),
             held=held,
@@ -333,7 +338,7 @@ class Router:
     def _on_gone(self, replica: Replica) -> None:
         if self.kvaware:
             self.kvaware.on_gone(replica)
-        if replica not in self.pool.replicas:
+        if self.pool.named.get(replica.name) is not replica:
             self.routing.policy.forget(replica.name)
             return
         for proxied in [it for it in self.proxied if it.placement.replica is replica]:
@@ -443,11 +448,11 @@ class Router:
                 held = self.routing.peers.held
                 responder.respond(200, *status.metrics(self.pool, held, accept, traced=traced))
             case protocol.REPLICAS if reads:
-                responder.respond(200, *self._replicas())
+                responder.respond(200, *self._replicas(request))
             case path if reads and path in self._page:
                 responder.respond(200, *self._page[path], *ui.LINES)
             case protocol.UI_STATUS if reads and self._page:
-                responder.respond(200, *self._replicas())
+                responder.respond(200, *self._replicas(request))
             case (
                 protocol.PING
                 | protocol.HEALTH
@@ -470,11 +475,17 @@ class Router:
                     )
                 raise NotFound(missing)
 
-    def _replicas(self) -> tuple[bytes, bytes]:
-        """The kind and body of an answer about replicas."""
+    def _replicas(self, request: Request) -> tuple[bytes, bytes]:
+        """The kind and body of an answer about replicas. Raises BadRequest."""
+        query = request.target.partition(b"?")[2].decode("latin-1")
+        start = parse_qs(query).get("start", ["0"])[-1]
+        if not _COUNT.fullmatch(start):
+            raise BadRequest(
+                f"start={start!r:.100}: is the number of replicas before the page, like 200"
+            )
         warnings = [*self._different().values()]
         return status.replicas(
-            *(self.pool, self.routing.policy, self.kvaware, warnings, self._copies)
+            *(self.pool, self.routing.policy, self.kvaware, warnings, self._copies, int(start))
         )
 
     def _change(self, responder: WholeResponder, request: Request) -> None:

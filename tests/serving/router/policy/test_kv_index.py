@@ -251,8 +251,8 @@ def test_memory_has_an_end_even_where_blocks_are_told_of_again_and_again(monkeyp
     for n in range(1000):
         found.apply("a", 0, stored(range(n, n + 4), [n], lora_name=f"{n}@1"))
         cache = found._ranks["a"][0].engine
-        assert len(cache.held) <= 100
-        assert len(cache._keys) <= 100
+        assert len(cache) <= 100
+        assert len(found._engines.holders) <= 100
         assert len(found._inner) <= 10
     assert matched(found, chain(range(999, 1003), SIZE, ROOT)) == 1
 
@@ -296,5 +296,5 @@ def test_as_an_engine_does_it(steps):
         blocks = +blocks
     rank = found._ranks.get("a", {}).get(0)
     cache = rank.engine if rank else None
-    assert len(cache.held if cache else ()) == len(blocks)
+    assert len(cache or ()) == len(blocks)
     assert sum(cache._more.values() if cache else ()) == sum(blocks.values()) - len(blocks)

@@ -9,15 +9,13 @@ from msgspec.structs import replace
 
 from serving.router.policy import kv_index
 from serving.router.policy.kv_index import BlockStored, KvIndex
+from serving.router.policy.load import PER_REQUEST, PREFILL_RATE, Load
 from serving.router.policy.policies import (
     ADAPTER_LOAD,
     AWAY,
     BATCH,
     NEAR,
-    PER_REQUEST,
-    PREFILL_RATE,
     KvAware,
-    Load,
     PrefixAware,
     RoundRobin,
     Session,
@@ -251,7 +249,8 @@ def test_an_index_is_as_large_as_the_cache_it_stands_for():
     assert reached(index, "r", chain(system + b"0099" * CHUNK, ""), 100) == 6
     assert reached(index, "r", chain(system + b"0098" * CHUNK, ""), 100) == 6
     assert reached(index, "r", chain(system + b"0097" * CHUNK, ""), 100) == 2
-    assert len(index._caches["r"]._runs) == 10
+    assert index.links == 10
+    assert index.held("r").engine == 10 * CHUNK // 4
     index.insert("r", chain(b"x" * 20 * CHUNK, ""), 101)  # longer than all of it
     assert reached(index, "r", chain(b"x" * 20 * CHUNK, ""), 102) == 10
 
@@ -260,7 +259,10 @@ def test_without_a_size_an_index_is_bounded():
     index = PrefixIndex()
     for n in range(20):
         index.insert("r", chain(b"%04d" % n * CHUNK * 300, ""), n)
-    assert len(index._caches["r"]._runs) == DEFAULT_TOKENS * 4 // CHUNK
+    held = index.held("r").engine
+    assert DEFAULT_TOKENS - CHUNK // 4 < held <= DEFAULT_TOKENS
+    # The run that is partly evicted still has its last links.
+    assert held * 4 // CHUNK <= index.links < held * 4 // CHUNK + 1200
 
 
 def resized(index, **capacity):
@@ -288,7 +290,7 @@ def test_what_an_engine_has_dropped_is_in_its_tiers():
     first = chain(b"0002" * (CHUNK // 4) * 10, "")
     index.insert("r", first, 10)
     assert index.reach("r", first, 11) == in_engine
-    assert len(index._caches["r"]._runs) == 60
+    assert index.links == 60
 
 
 def test_memory_smaller_than_the_engine_has_nothing_more():
