@@ -44,7 +44,9 @@ def main() -> None:
     price = "of one replica's machine, in $ (default: %(default)s)"
     tiers.add_argument("--price-per-hour", type=float, default=40.0, help=price)
     parser.add_argument("--apart", action="store_true", help="prefill and decode apart, that alone")
-    large_help = "large fleets of these sizes, that alone: what it costs not to measure all replicas"
+    large_help = (
+        "large fleets of these sizes, that alone: what it costs not to measure all replicas"
+    )
     parser.add_argument("--large", type=int, nargs="*", metavar="REPLICAS", help=large_help)
     options = parser.parse_args()
     if options.price_per_hour < 0:

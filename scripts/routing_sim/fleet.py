@@ -10,8 +10,8 @@ from scripts.routing_sim.model import BLOCK, Case, Prompt, Request, chain
 from scripts.routing_sim.rivals import ARMS, WITH_EVENTS
 from scripts.routing_sim.tiers import Shared, Tiers
 from serving.router.policy import phases
-from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
 from serving.router.policy.candidates import Candidates
+from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
 from serving.router.policy.load import Load
 from serving.router.policy.policies import Choice, Policy
 from serving.router.policy.prefix_index import PrefixIndex

@@ -27,8 +27,8 @@ PING_S = 1.0
 """Between two probes of a replica, in a fleet of up to PROBES of them. One that has answered a
 request in the meantime is not asked, at most until its models are looked at.
 """
-PROBES = 100.0
-"""Probes in a second, of all replicas: a larger fleet is asked less often."""
+PROBES = 100
+"""Probes in a second, of all replicas: each of a larger fleet is asked less often."""
 JITTER = 0.1
 """The share by which a pause is longer or shorter, so that probes do not come all at once."""
 TOLD = 2.5
@@ -38,8 +38,8 @@ SILENT = 2
 """Pings without an answer, one after the other, after which a replica is down. A replica that
 refuses connections is down at once.
 """
-MODELS_S = 5.0
-"""Between two looks at a replica's models and adapters."""
+LISTED = 5
+"""Pauses between two looks at a replica's models and adapters."""
 SPEEDS_S = 30.0
 """Between two looks at how fast it computes prompts and loads from its tiers, and at its cache."""
 LOOK_S = 0.2
@@ -98,6 +98,11 @@ class Asking(NamedTuple):
             auto_decompress=False,
             headers={"accept-encoding": "identity"},
         )
+
+
+def pause(replicas: int) -> float:
+    """Seconds between two probes of a replica, where there are so many."""
+    return max(PING_S, replicas / PROBES)
 
 
 async def read(answer: aiohttp.ClientResponse, most: int = LARGEST) -> bytes:
@@ -244,22 +249,22 @@ class Probe:
     async def run(self) -> None:
         """Check until cancelled."""
         while True:
-            pause = max(PING_S, len(self._pool.replicas) / PROBES)
-            if self._hurry.is_set() or self._is_due(time.monotonic(), pause):
+            seconds = pause(len(self._pool.replicas))
+            if self._hurry.is_set() or self._is_due(time.monotonic(), seconds):
                 self._hurry.clear()
                 await self.check()
                 self._tell(self._seen())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause * random.uniform(1 - JITTER, 1 + JITTER)):
+                async with asyncio.timeout(seconds * random.uniform(1 - JITTER, 1 + JITTER)):
                     await self._hurry.wait()
 
-    def _is_due(self, now: float, pause: float) -> bool:
-        """Whether nobody else has shown how the replica is."""
+    def _is_due(self, now: float, seconds: float) -> bool:
+        """Whether nobody else has shown how the replica is. seconds: of a pause."""
         replica = self._replica
-        if now - self._told_at < TOLD * pause:
+        if now - self._told_at < TOLD * seconds:
             return replica.state is State.READY and now - self._speeds_at > SPEEDS_S
         answers = replica.state is State.READY and now - replica.answered_at < PING_S
-        return not (answers and now - self._checked_at < MODELS_S)
+        return not (answers and now - self._checked_at < LISTED * seconds)
 
     def on_seen(self, seen: Seen) -> None:
         """The router's process that probes has seen this of the replica."""
@@ -304,13 +309,19 @@ class Probe:
             if state is State.READY and not self._silent:
                 if replica.state is not State.READY:
                     anew = await self._meet()
-                elif time.monotonic() - self._models_at > MODELS_S:
-                    await self._list_models()
-                elif time.monotonic() - self._speeds_at > SPEEDS_S:
-                    replica.measure(await self._facts())
+                else:
+                    await self._look_again(time.monotonic())
         except _FAILURES:
             state, detail = replica.state, "it does not answer"
         self._pool.enter(replica, state, detail, anew=anew)
+
+    async def _look_again(self, now: float) -> None:
+        """Look at what may have changed of a replica that has been ready."""
+        told = now - self._told_at < TOLD * (seconds := pause(len(self._pool.replicas)))
+        if now - self._models_at > LISTED * seconds and not told:
+            await self._list_models()
+        if now - self._speeds_at > SPEEDS_S:
+            self._replica.measure(await self._facts())
 
     async def _ping(self) -> tuple[State, str]:
         """Its state, from the first path that it has."""

@@ -400,9 +400,7 @@ class KvIndex:
             self._engines.remove(gone.engine.bit)
         self.positions.pop((replica, rank), None)
 
-    def _engines_of(
-        self, replica: str, blocks: Blocks
-    ) -> Iterator[tuple[int, Sequence[int], int]]:
+    def _engines_of(self, replica: str, blocks: Blocks) -> Iterator[tuple[int, Sequence[int], int]]:
         """For each of the replica's engines the size of its blocks, the prompt's keys of that size,
         and the engine's bit. Before its first report, a rank has blocks of any size.
         """

@@ -18,6 +18,7 @@ PREFILL_RATE = 20_000.0
 ADAPTERS = 64
 """Assumed adapter slots of a replica that does not report them."""
 
+
 class Board(Protocol):
     """Lists replicas by their load: candidates.Board."""
 

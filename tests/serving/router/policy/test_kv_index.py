@@ -230,6 +230,28 @@ def test_ranks_have_caches_of_their_own():
     assert matched(found) == 0
 
 
+def test_who_has_most_of_a_prompt_is_found_without_looking_at_all():
+    found = KvIndex()
+    for n in range(40):
+        found.apply(f"r{n}", 0, stored(TOKENS[:4], [1]))
+    found.apply("r7", 1, stored())
+    found.apply("r9", 0, stored(TOKENS[:8], [1, 2]))
+    deepest, half = found.holders({SIZE: KEYS})
+    assert deepest == {"r7"}
+    assert half == {f"r{n}" for n in range(40)}
+    assert len(found._engines.holders) == 3  # a block is there once
+    found.forget("r7")
+    assert next(found.holders({SIZE: KEYS})) == {"r9"}
+    # A new engine gets the place of one that is gone, and none of its blocks.
+    found.apply("new", 0, stored([1, 2, 3, 4], [5]))
+    assert found.in_engine("new", {SIZE: KEYS}, 0) == 0
+    for n in range(40):
+        found.forget(f"r{n}")
+    found.forget("new")
+    assert not found._engines.holders
+    assert [*found.holders({SIZE: KEYS})] == []
+
+
 def test_a_forgotten_replica_leaves_nothing_behind():
     found = index(stored(), rank=3)
     found.followed.add("a")
