@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replicas that a request can go to, and in a large fleet the few of them that are worth a look.
+"""The replicas that a request can go to, and in a large fleet the few that are worth a look.
 
 All that is asked of a fleet with a thousand replicas costs about as much as in one with ten.
 """
