@@ -75,7 +75,7 @@ class Link(NamedTuple):
     name: str
     """The name of the whole router, which others sign for."""
     place: int
-    """Of the process among them."""
+    """The number of the process among them."""
 
 
 def links(processes: int) -> list[Link]:
@@ -104,7 +104,7 @@ class Peers:
     ) -> None:
         """replicas: by name, those whose loads are sent and set. learn: called with another
         process's choice for a request. bind: is called with a session and the replica that has
-        begun it. see: is called with what another process has seen of a replica. held: the requests
+        begun it. see: is called with another process's report about a replica. held: the requests
         that this process holds, which others' loads may let go.
         """
         self._replicas = replicas
@@ -167,9 +167,7 @@ class Peers:
         self._send(_Session(session, replica))
 
     def tell(self, seen: Seen) -> None:
-        """Tell what was seen of a replica, if this is the first of the processes that run: it
-        probes for all.
-        """
+        """Report about a replica, if this process is the first one that runs: it probes for all."""
         if all(place > self._place for place in self._places.values()):
             self._send(seen)
 

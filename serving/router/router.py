@@ -83,6 +83,8 @@ _OWN = frozenset(
 """Paths that a router answers by itself, beside those of its page."""
 _MANAGED = re.compile(protocol.MANAGED_PATH)
 _COUNT = re.compile("[0-9]{1,9}")
+COMPARED = 1_000
+"""Replicas that are compared in a second, where many become ready."""
 SWEEP_S = 1.0
 """Between two looks for what has waited too long."""
 
@@ -148,6 +150,7 @@ class Router:
             tell=lambda seen: self.routing.peers.tell(seen),
         )
         self._differences: dict[str, str] = {}
+        self._compare: asyncio.TimerHandle | None = None
         policy, self.kvaware = _strategy(settings, environ, asking)
         affinity = SessionAffinity()
         held = HeldQueue(MOST_HELD, MOST_HELD_BYTES, time.monotonic)
@@ -325,10 +328,17 @@ class Router:
             policy.index.resize(replica.name, replica.capacity)
         if self.kvaware:
             self.kvaware.on_ready(replica)
+        self._compare = self._compare or asyncio.get_running_loop().call_later(
+            len(self.pool.replicas) / COMPARED, self._warn_of_differences
+        )
+        self.routing.held.wake()
+
+    def _warn_of_differences(self) -> None:
+        """Warn of new differences among replicas."""
+        self._compare = None
         before, self._differences = self._differences, self._different()
         for what in self._differences.keys() - before.keys():
             log.warning("%s", self._differences[what])
-        self.routing.held.wake()
 
     def _different(self) -> dict[str, str]:
         header = (self._settings.cache_salt_header or "").lower()

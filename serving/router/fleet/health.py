@@ -24,15 +24,15 @@ from serving.router.fleet.replicas import Replica, ReplicaPool, State
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-"""Between two probes of a replica, in a fleet of up to PROBES of them. One that has answered a
-request in the meantime is not asked, at most until its models are looked at.
+"""Between two probes of a replica, in a fleet of up to PROBES of them. A replica
+that has answered a request in the meantime is asked after LISTED pauses at the latest.
 """
 PROBES = 100
 """Probes in a second, of all replicas: each of a larger fleet is asked less often."""
 JITTER = 0.1
-"""The share by which a pause is longer or shorter, so that probes do not come all at once."""
+"""Pauses are longer or shorter by up to this share, so that probes do not come all at once."""
 TOLD = 2.5
-"""Pauses for which it is good what the router's probing process says of a replica."""
+"""A report of the router's probing process about a replica is valid for this number of pauses."""
 PING_TIMEOUT_S = 5.0
 SILENT = 2
 """Pings without an answer, one after the other, after which a replica is down. A replica that
@@ -64,9 +64,7 @@ _FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class Seen(msgspec.Struct, tag=4, array_like=True):
-    """What the router's process that probes has seen of a replica. called, models: as Probe has
-    them.
-    """
+    """The report of the router's probing process about a replica. models: a hash of their names."""
 
     replica: str
     state: State
@@ -101,7 +99,7 @@ class Asking(NamedTuple):
 
 
 def pause(replicas: int) -> float:
-    """Seconds between two probes of a replica, where there are so many."""
+    """Seconds between two probes of a replica in a fleet of this size."""
     return max(PING_S, replicas / PROBES)
 
 
@@ -259,7 +257,7 @@ class Probe:
                     await self._hurry.wait()
 
     def _is_due(self, now: float, seconds: float) -> bool:
-        """Whether nobody else has shown how the replica is. seconds: of a pause."""
+        """Whether the replica must be asked. seconds: of a pause."""
         replica = self._replica
         if now - self._told_at < TOLD * seconds:
             return replica.state is State.READY and now - self._speeds_at > SPEEDS_S
@@ -275,9 +273,7 @@ class Probe:
             self.expire_models()
 
     def _seen(self) -> Seen:
-        """What is known of the replica. models: a hash of their names, which the router's processes
-        have made equally.
-        """
+        """The state of the replica. All processes of a router hash equally."""
         replica = self._replica
         models = hash((replica.model, replica.models, replica.adapters))
         return Seen(replica.name, replica.state, replica.detail, replica.called, models)
@@ -316,7 +312,7 @@ class Probe:
         self._pool.enter(replica, state, detail, anew=anew)
 
     async def _look_again(self, now: float) -> None:
-        """Look at what may have changed of a replica that has been ready."""
+        """Read the models and facts of a ready replica again, when they are due."""
         told = now - self._told_at < TOLD * (seconds := pause(len(self._pool.replicas)))
         if now - self._models_at > LISTED * seconds and not told:
             await self._list_models()

@@ -461,7 +461,7 @@ class ReplicaPool:
     def _list_names(self) -> None:
         self.adapters.clear()
         self.apart.clear()
-        for replica in self.replicas:
-            self.adapters |= replica.adapters
-        if served := [it.models - it.adapters for it in self.replicas if it.models]:
+        listed = {(it.models, it.adapters) for it in self.replicas}
+        self.adapters.update(*(adapters for _, adapters in listed))
+        if served := [models - adapters for models, adapters in listed if models]:
             self.apart |= frozenset.union(*served) - frozenset.intersection(*served)

@@ -15,7 +15,7 @@ from typing import Generic, Self, TypeVar, overload
 from serving.router.policy.load import Load
 
 EXACT = 32
-"""Replicas up to which each is looked at for each request."""
+"""In a fleet of at most this number of replicas, the cost of each is computed."""
 ALIKE = 300
 """Loads that differ by less take turns, as policies.NEAR has it."""
 LOOKED_AT = 64
@@ -31,8 +31,8 @@ L = TypeVar("L", bound=Load)
 class Board:
     """Replicas in the order of their load.
 
-    A heap of loads as they were listed: one that has grown is seen when it comes first, and a
-    replica whose load has shrunk says so.
+    A heap has the loads as they were listed. A load that has grown is noticed when it comes first;
+    a load that has shrunk is reported by lighten().
     """
 
     def __init__(self, loads: Iterable[Load]) -> None:

@@ -133,14 +133,14 @@ class _Engines:
         self.holders[key] = others | bit if (others := self.holders.get(key)) else bit
 
     def evict(self, key: int, bit: int) -> None:
-        """An engine has a block no more."""
+        """An engine no longer has a block."""
         if left := self.holders.get(key, 0) & ~bit:
             self.holders[key] = left
         else:
             self.holders.pop(key, None)
 
     def replicas(self, bits: int) -> Iterator[str]:
-        """Those of these engines."""
+        """The replicas of these engines."""
         while bits:
             place = (bits & -bits).bit_length() - 1
             if replica := self._replicas[place]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is under way at one replica, and what that costs the next request."""
+"""The requests under way at one replica, and their cost for the next request."""
 
 import dataclasses
 from collections import deque
@@ -64,11 +64,11 @@ class Load:
     _computed_at: float = dataclasses.field(default=0.0, init=False)
     _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
     board: "Board | None" = dataclasses.field(default=None, init=False)
-    """Where it is listed by its load."""
+    """The board that lists it by its load."""
 
     @property
     def waiting(self) -> float:
-        """What a request costs here for those before it."""
+        """The cost of a request here because of the requests before it."""
         return self.queued + PER_REQUEST * self.in_flight + self.context / CONTEXT
 
     @property

@@ -37,9 +37,9 @@ each other load an adapter on the same one. With 0, two of them load a tenth mor
 adapters wait for their replica while others have nothing to do.
 """
 LEAST, HOLDERS, REACHES, SOME = 4, 4, 3, 8
-"""Replicas that are measured among more than candidates.EXACT: so many with the least load, and so
-many of those that have the prompt for each of so many different reaches, or the adapter. Those are
-the least loaded of a few.
+"""A fleet of more than candidates.EXACT replicas is measured at LEAST replicas with the least load,
+at HOLDERS replicas with the adapter, and at as many for each of the REACHES longest known parts of
+the prompt. Holders are the least loaded of SOME.
 """
 BOUND = 1.25
 """A session stays where it belongs while that replica has at most this many times the mean of
@@ -88,15 +88,15 @@ class RoundRobin:
 
 
 class _Cheapest:
-    """The replica that can begin the answer first, by one measure for all: prompt tokens that have
-    to be computed before, the request's own and those queued, and what is under way.
+    """The replica that can begin the answer first, by one measure for all: prompt tokens that must
+    be computed before, the request's own and those queued, and the requests under way.
 
     Among many replicas only those are measured that can be the cheapest: some that have most of the
     prompt, or the adapter, and those with the least load.
     """
 
     exact = EXACT
-    """Replicas up to which all are measured."""
+    """In a fleet of at most this number of replicas, all are measured."""
 
     def __init__(self) -> None:
         self._chosen: dict[str, float] = {}
@@ -119,8 +119,8 @@ class _Cheapest:
     def costs(
         self, request: RoutingRequest, replicas: Iterable[Load], home: Load | None, now: float
     ) -> list[tuple[float, Load, Held]]:
-        """What the request costs at each, and what that has of its prompt. home: where its adapter
-        belongs.
+        """The cost of the request at each, and its tokens that each has. home: the replica that its
+        adapter belongs to.
         """
         adapter = request.adapter
         found = []
@@ -136,7 +136,7 @@ class _Cheapest:
     def _likely(
         self, request: RoutingRequest, replicas: Candidates[Load], home: Load | None, now: float
     ) -> Iterable[Load]:
-        """The replicas one of which is the cheapest, most likely."""
+        """A few replicas, most likely with the cheapest."""
         found = {it.name: it for it in replicas.least(LEAST, now)}
         having = [self._having.get(request.adapter, ())] if home else []
         for names in chain(islice(self.holders(request), REACHES), having):

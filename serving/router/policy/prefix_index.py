@@ -23,7 +23,7 @@ DEFAULT_TOKENS = 500_000
 DEFAULT_SHARED_TOKENS = 8_000_000
 """Assumed capacity of a shared store of unknown size."""
 MOST_TOKENS = 32_000_000
-"""Maximum of one cache: at most 250,000 links, some 30 MB if no other cache has them too."""
+"""Maximum of one cache: at most 250,000 links, some 30 MB if no other cache has them."""
 LEVELS = 3
 """An engine, its memory, its disk."""
 
@@ -39,7 +39,7 @@ def covered(links: int) -> int:
 
 
 def within(tokens: int) -> int:
-    """How many first links cover no more than so many tokens of a prompt."""
+    """The number of first links that cover at most this number of tokens of a prompt."""
     return tokens // TOKENS
 
 
@@ -84,7 +84,7 @@ class _Caches:
 
     Every cache evicts the least recently used blocks, and has copies of the blocks in faster ones.
     So by their last use the first runs are in the engine, those beyond its size in memory alone,
-    and those beyond the memory's size on the disk alone. Of a chain the first run is always used
+    and those beyond the memory's size on the disk alone. The first run of a chain is always used
     last.
     """
 
@@ -155,7 +155,7 @@ class _Caches:
             del run.holders[self]
 
     def divide(self, run: _Run, first: _Run, part: _Part) -> None:
-        """The run's first links are a run of their own from now on."""
+        """The run's first links are a separate run from now on."""
         size = len(first.links)
         first.holders[self] = _Part([min(end, size) for end in part.ends], part.until)
         part.ends = [max(end - size, 0) for end in part.ends]
@@ -309,7 +309,7 @@ class PrefixIndex:
         return self._last[1]
 
     def _whole(self, chain: Sequence[int]) -> Path:
-        """A prompt's runs, all of which there are from now on, and end where the prompt does."""
+        """All runs of a prompt. They are made if missing, and end with the prompt."""
         path = [*self._path(chain)]
         self._last = (), ()
         known = 0
@@ -327,7 +327,7 @@ class PrefixIndex:
         return path
 
     def _split(self, run: _Run, count: int) -> _Run:
-        """Make two of a run, the first of so many links. Returns that."""
+        """Make two of a run. Returns the first one, which has this number of links."""
         first = _Run(run.links[:count], run.start, run.before)
         run.links, run.start, run.before = run.links[count:], run.start + count, first
         self._runs.update(dict.fromkeys(first.links, first))

@@ -10,7 +10,7 @@ from scripts.harness.wait import until_async
 from serving.router.fleet import health
 from serving.router.fleet.health import Seen, pause
 from serving.router.fleet.replicas import State
-from tests.serving.router.conftest import FakeReplica, routing
+from tests.serving.router.conftest import FakeReplica, routing, sends, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -21,23 +21,28 @@ def test_a_large_fleet_is_asked_less_often(monkeypatch):
 
 
 async def test_a_replica_that_answers_is_not_asked_whether_it_can(monkeypatch):
-    monkeypatch.setattr(health, "PING_S", 0.3)
-    monkeypatch.setattr(health, "LISTED", 1_000)
-    async with routing(2, routing_strategy="session") as it:
-        pings = [replica.pings for replica in it.fleet]
-        asked = {"prompt": "Hi", "session_id": "me"}
-        while max(replica.pings - n for replica, n in zip(it.fleet, pings, strict=True)) < 8:
-            assert (await it.post(asked)).status_code == 200
-            await asyncio.sleep(0.01)
-        (busy, idle) = sorted(
-            (not replica.asked, replica.pings - n)
-            for replica, n in zip(it.fleet, pings, strict=True)
-        )
-        assert (busy[0], idle[0]) == (False, True)
-        assert busy[1] <= idle[1] // 2
-        # One that answers no more is asked again.
-        before = sum(replica.pings for replica in it.fleet)
-        await until_async(lambda: sum(replica.pings for replica in it.fleet) >= before + 6)
+    async with routing(1) as it:
+        (replica,) = it.router.pool.replicas
+        probe = it.router._health._probes[replica.name]
+        monkeypatch.setattr(health, "PING_S", 60.0)
+        await asyncio.sleep(0.1)
+        now = probe._checked_at
+        replica.answered_at = now - 61
+        assert probe._is_due(now, 60)
+        before = replica.answered_at
+        assert (await it.post({"prompt": "Hi"})).status_code == 200
+        assert replica.answered_at > before
+        now = probe._checked_at
+        replica.answered_at = now - 59
+        assert not probe._is_due(now, 60)
+        # Now and then it is asked all the same.
+        replica.answered_at = now + health.LISTED * 60
+        assert probe._is_due(now + health.LISTED * 60, 60)
+        # An answer that it is busy, or an error, shows nothing.
+        replica.answered_at = now - 61
+        it.fleet[0].answer = sends(whole(503, b"busy"))
+        await it.post({"prompt": "Hi"})
+        assert replica.answered_at == now - 61
 
 
 async def test_what_another_process_has_seen_is_not_asked_again(monkeypatch):

@@ -291,7 +291,7 @@ def test_a_link_is_there_once_however_many_replicas_have_it():
     st.integers(1, 12),
 )
 def test_no_replica_has_what_it_was_not_sent_nor_more_than_fits(steps, size):
-    """Each step: a replica, the chunks of a prompt, and whether the replica has started anew."""
+    """Each step: a replica, the chunks of a prompt, and whether the replica has restarted."""
     index = PrefixIndex()
     sent: dict[str, list[list[int]]] = {}
     for now, (name, chunks, anew) in enumerate(steps):

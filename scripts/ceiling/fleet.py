@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a large fleet costs a router: each choice, an idle second, and memory.
+"""The cost of a large fleet at the router: each choice, an idle second, and memory.
 
 Choices are timed in this process, with the router's own pool, policy and index, in turn for all
 sizes; printed is the fastest of all rounds. Prompts have 32 KB, and some replicas have seen them.
-The idle router is a process of its own. A single stub replica stands for all of its replicas: it
+The idle router is a separate process. A single stub replica stands for all of its replicas: it
 listens on all addresses, so that 127.0.0.1, 127.0.0.2 and so on are as many.
 
 The benchmark fails if a choice of prefixaware among the most replicas takes more than twice as long
@@ -36,11 +36,11 @@ MOST_RATIO, MOST_IDLE = 2.0, 0.05
 PROMPTS, BYTES, KNOWN = 64, 32_000, 3
 """Prompts, how long each is, and replicas that have it at first."""
 CHOICES = 500
-"""Of one round."""
+"""The choices of one round."""
 
 
 class Arm(NamedTuple):
-    """A strategy, and what its requests name."""
+    """A strategy, and the adapter and session of its requests."""
 
     title: str
     policy: Callable[[], Policy]
@@ -56,7 +56,7 @@ ARMS = (
 
 
 def address(number: int, port: int) -> str:
-    """The address of a replica, all of which one program is."""
+    """The address of a replica. One program stands for all replicas."""
     number += 1
     return f"http://127.0.{number // 250}.{number % 250 + 1}:{port}"
 
@@ -89,7 +89,7 @@ class Choosing:
         self.now = 1.0
 
     def round(self) -> float:
-        """Seconds of CPU for one choice, and what follows from it."""
+        """Seconds of CPU for one choice with its bookkeeping."""
         began = time.process_time()
         for number in range(CHOICES):
             self.now += 0.001

@@ -33,7 +33,7 @@ class All(PrefixAware):
 
     exact = 10**9
     seconds = cost = best = 0.0
-    """What all choices took; what they cost, and what the others would have."""
+    """CPU seconds of all choices, their cost, and the cost of the choices among all replicas."""
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         began = time.process_time()
@@ -102,7 +102,7 @@ def simulate(case: Case, rule: type[All], seed: int = 0) -> Result:
 
 
 def run(sizes: Sequence[int], requests: int, say: Callable[[str], None]) -> bool:
-    """Compare both rules, at so many requests for each replica. Whether regret is small enough."""
+    """Compare both rules. Whether regret is small enough. requests: for each replica."""
     say(line(COLUMNS))
     worst = 0.0
     for size in sizes:
