@@ -44,11 +44,8 @@ What = Literal[
     "keys",
     "kv_events",
     "limits",
-<<<<<<< ours
     "memory",
-=======
     "models",
->>>>>>> theirs
     "objectives",
     "peers",
     "processes",

@@ -136,7 +136,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "Processes of one router": {
         "serving/router/peers.py": [
-            "Peers.__init__ msgspec.msgpack.Decoder(_Choices | _Session | _Loads).decode",
+            "Peers.__init__ msgspec.msgpack.Decoder(_Choices | _Session | _Loads | Seen).decode",
             "Peers._read self._inbox.recv",
         ],
     },

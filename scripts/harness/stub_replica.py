@@ -182,24 +182,23 @@ class Connection(asyncio.Protocol):
         self.transport.write(self.chunk + end)
 
 
-async def serve(port: int, rate: float, first: float, slots: int) -> None:
+async def serve(host: str, port: int, rate: float, first: float, slots: int) -> None:
     replica = Replica(port, rate, first, slots)
-    server = await replica.loop.create_server(
-        lambda: Connection(replica), "127.0.0.1", port, backlog=4096
-    )
+    server = await replica.loop.create_server(lambda: Connection(replica), host, port, backlog=4096)
     await server.serve_forever()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("port", type=int)
+    parser.add_argument("--host", default="127.0.0.1", help="the address that it listens on")
     parser.add_argument("--rate", type=float, default=50, help="events a second of each stream")
     parser.add_argument("--first", type=float, default=0.0, help="seconds before a stream's first")
     parser.add_argument(
         "--slots", type=int, default=0, help="requests that it says it has room for"
     )
     options = parser.parse_args()
-    uvloop.run(serve(options.port, options.rate, options.first, options.slots))
+    uvloop.run(serve(options.host, options.port, options.rate, options.first, options.slots))
 
 
 if __name__ == "__main__":

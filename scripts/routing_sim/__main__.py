@@ -16,7 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from scripts.routing_sim import apart, combined
+from scripts.routing_sim import apart, combined, large
 from scripts.routing_sim.model import REPLICAS
 from scripts.routing_sim.report import Found, plot, run, targets
 from scripts.routing_sim.rivals import ARMS, BASE, OURS
@@ -44,6 +44,10 @@ def main() -> None:
     price = "of one replica's machine, in $ (default: %(default)s)"
     tiers.add_argument("--price-per-hour", type=float, default=40.0, help=price)
     parser.add_argument("--apart", action="store_true", help="prefill and decode apart, that alone")
+    large_help = (
+        "large fleets of these sizes, that alone: what it costs not to measure all replicas"
+    )
+    parser.add_argument("--large", type=int, nargs="*", metavar="REPLICAS", help=large_help)
     options = parser.parse_args()
     if options.price_per_hour < 0:
         parser.error(f"--price-per-hour {options.price_per_hour:g}: is 0 or more")
@@ -51,6 +55,11 @@ def main() -> None:
         parser.error(f"--users {options.users}: is 1 or more")
     if options.combined:
         run_combined(options)
+        return
+    if options.large is not None:
+        sizes = options.large or large.SIZES
+        if not large.run(sizes, 20 if options.quick else 60, say=partial(print, flush=True)):
+            sys.exit("the regret is too large")
         return
     if options.apart:
         seconds = apart.SECONDS / (2 if options.quick else 1)

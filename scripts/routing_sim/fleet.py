@@ -2,6 +2,7 @@
 """A simulated fleet: the router, its replicas, and a run of one case through them."""
 
 import random
+from collections.abc import Callable
 from functools import partial
 
 from scripts.routing_sim.engine import Clock, Engine, Run
@@ -9,8 +10,10 @@ from scripts.routing_sim.model import BLOCK, Case, Prompt, Request, chain
 from scripts.routing_sim.rivals import ARMS, WITH_EVENTS
 from scripts.routing_sim.tiers import Shared, Tiers
 from serving.router.policy import phases
+from serving.router.policy.candidates import Candidates
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
-from serving.router.policy.policies import Choice, Load
+from serving.router.policy.load import Load
+from serving.router.policy.policies import Choice, Policy
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 
@@ -26,14 +29,22 @@ seconds that a lost replica is away."""
 class Fleet:
     """The router, its replicas, and a run of one workload through them."""
 
-    def __init__(self, case: Case, arm: str, seed: int, prices: Prices = DEFAULT_PRICES) -> None:
+    def __init__(
+        self,
+        case: Case,
+        arm: str,
+        seed: int,
+        prices: Prices = DEFAULT_PRICES,
+        policy: Callable[[PrefixIndex], Policy] | None = None,
+    ) -> None:
+        """policy: makes another one than the arm's."""
         random.seed(seed)  # the strategies'
         self.case, self._prices = case, prices
         self.clock = Clock()
         self.requests: list[Request] = []
         self._coming = case.requests(random.Random(seed), case.load)
         self._index, self._blocks = PrefixIndex(), KvIndex()
-        self._policy = ARMS[arm](self._index, self._blocks)
+        self._policy = policy(self._index) if policy else ARMS[arm](self._index, self._blocks)
         self._listens = arm in WITH_EVENTS
         self._engines: dict[str, Engine] = {}
         self._up: list[Load] = []
@@ -45,6 +56,7 @@ class Fleet:
             self._add(f"replica{number}", 1 if number else case.slow)
         if case.apart:
             self._prefilling = [self._up.pop() for _ in range(case.apart.replicas)]
+            self._candidates = Candidates([*self._up])
         if case.restart:
             self.clock.at(case.seconds * (1 + WARM_UP) / 2, self._restart)
 
@@ -65,6 +77,7 @@ class Fleet:
             shared=l2.tokens if l2 else None,
             store="l2" if l2 else "",
         )
+        self._candidates = Candidates([*self._up])
         self._index.resize(name, capacity)
         self._blocks.followed.add(name)
 
@@ -83,7 +96,7 @@ class Fleet:
         answer = (-request.parts[-1][0], request.output)
         links = chain((*request.parts, answer), BLOCK, request.adapter)
         prompt = Prompt.of(request, links, self._listens)
-        choice = self._policy.choose(prompt, self._up, now)
+        choice = self._policy.choose(prompt, self._candidates, now)
         apart = self.case.apart
         first = None
         if divisible and apart and prompt.tokens - choice.held.tokens >= apart.least:
@@ -138,6 +151,7 @@ class Fleet:
     def _restart(self) -> None:
         """The last replica is lost; its requests in flight go to others. It comes back empty."""
         down = self._up.pop()
+        self._candidates = Candidates([*self._up])
         self._engines.pop(down.name).restart()
         for memory in (self._policy, self._index, self._blocks):
             memory.forget(down.name)

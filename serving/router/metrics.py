@@ -141,12 +141,9 @@ class CurrentSeries(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The series, as Prometheus' client wants them."""
+        shown = {None, "", *self._counted}
         for metric in self._source.collect():
-            metric.samples = [
-                sample
-                for sample in metric.samples
-                if sample.labels.get("replica") in (None, "", *self._counted)
-            ]
+            metric.samples = [it for it in metric.samples if it.labels.get("replica") in shown]
             yield metric
         ready = GaugeMetricFamily(
             "slipway_router_replica_ready",

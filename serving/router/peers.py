@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between router processes on one port: the placement of each request.
+"""Messages between router processes on one port: the placement of each request, and the state of
+replicas, which one of them probes.
 
 Each process announces its choices to the others, within milliseconds, and several times a second
 how many requests it has under way, so that what a lost message or a dead process has left is put
@@ -10,14 +11,15 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
 import msgspec
 
 from serving.access.signed_identity import new_name
+from serving.router.fleet.health import Seen
 from serving.router.fleet.replicas import Replica
-from serving.router.policy.policies import Share
+from serving.router.policy.load import Share
 from serving.router.policy.routing_request import RoutingRequest
 from serving.waiting.held import HeldQueue
 
@@ -56,9 +58,12 @@ class _Session(msgspec.Struct, tag=2, array_like=True):
 
 
 class _Loads(msgspec.Struct, tag=3, array_like=True):
-    """held: requests that the process holds, and their work in tokens."""
+    """place: of the process among the router's. held: requests that it holds, and their work in
+    tokens.
+    """
 
     process: int
+    place: int
     loads: dict[str, Share]
     held: tuple[int, int]
 
@@ -70,6 +75,8 @@ class Link(NamedTuple):
     outboxes: list[socket.socket]
     name: str
     """The name of the whole router, which others sign for."""
+    place: int
+    """The number of the process among them."""
 
 
 def links(processes: int) -> list[Link]:
@@ -79,7 +86,7 @@ def links(processes: int) -> list[Link]:
         end.setblocking(False)
     name = new_name()
     return [
-        Link(inbox, [outbox for _, outbox in pairs[:number] + pairs[number + 1 :]], name)
+        Link(inbox, [outbox for _, outbox in pairs[:number] + pairs[number + 1 :]], name, number)
         for number, (inbox, _) in enumerate(pairs)
     ]
 
@@ -89,30 +96,35 @@ class Peers:
 
     def __init__(
         self,
-        replicas: Callable[[], Sequence[Replica]],
+        replicas: Mapping[str, Replica],
         learn: Callable[[RoutingRequest, str], None],
         bind: Callable[[str, str], None],
+        see: Callable[[Seen], None],
         held: HeldQueue,
         link: Link | None = None,
     ) -> None:
-        """replicas: whose loads are sent and set. learn: called with another process's choice for a
-        request. bind: is called with a session and the replica that has begun it. held: the
-        requests that this process holds, which others' loads may let go.
+        """replicas: by name, those whose loads are sent and set. learn: called with another
+        process's choice for a request. bind: is called with a session and the replica that has
+        begun it. see: is called with another process's report about a replica. held: the requests
+        that this process holds, which others' loads may let go.
         """
         self._replicas = replicas
         self._learn = learn
         self._bind = bind
+        self._see = see
         self._held = held
         self._inbox: socket.socket | None
         self._inbox, self._outboxes = link[:2] if link else (None, [])
+        self._place = link.place if link else 0
         self._process = os.getpid()
         # what the others have under way, and when they said so
         self._loads: dict[int, tuple[float, dict[str, Share]]] = {}
         self._held_there: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, int] = {}
         # what is to be announced
         self._choices: list[_Choice] = []
         self._links = 0  # of those
-        self._decode = msgspec.msgpack.Decoder(_Choices | _Session | _Loads).decode
+        self._decode = msgspec.msgpack.Decoder(_Choices | _Session | _Loads | Seen).decode
 
     @property
     def held(self) -> tuple[int, int]:
@@ -156,6 +168,11 @@ class Peers:
         """The replica has begun a session."""
         self._send(_Session(session, replica))
 
+    def tell(self, seen: Seen) -> None:
+        """Report about a replica, if this process is the first one that runs: it probes for all."""
+        if all(place > self._place for place in self._places.values()):
+            self._send(seen)
+
     def _flush(self) -> None:
         if self._choices:
             self._send(_Choices(self._process, self._choices))
@@ -163,9 +180,13 @@ class Peers:
 
     def _send_loads(self) -> None:
         self._flush()
-        loads = {replica.name: replica.own_load for replica in self._replicas()}
-        busy = {name: load for name, load in loads.items() if any(load)}
-        self._send(_Loads(self._process, busy, (len(self._held), self._held.cost)))
+        busy = {
+            name: replica.own_load
+            for name, replica in self._replicas.items()
+            if replica.in_flight and any(replica.own_load)
+        }
+        held = len(self._held), self._held.cost
+        self._send(_Loads(self._process, self._place, busy, held))
 
     def _send(self, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message) if self._outboxes else b""
@@ -186,10 +207,14 @@ class Peers:
                     self._take(message, now)
                 case _Session():
                     self._bind(message.session, message.replica)
+                case Seen():
+                    self._see(message)
                 case _Loads():
+                    _, before = self._loads.get(message.process, (now, {}))
                     self._loads[message.process] = (now, message.loads)
                     self._held_there[message.process] = message.held
-                    self._add_up()
+                    self._places[message.process] = message.place
+                    self._add_up(before.keys() | message.loads.keys())
 
     def _take(self, message: _Choices, now: float) -> None:
         _, loads = self._loads.setdefault(message.process, (now, {}))
@@ -203,21 +228,22 @@ class Peers:
                 session=choice.session,
             )
             self._learn(request, choice.replica)
-        self._add_up()
+        self._add_up({choice.replica for choice in message.choices})
 
-    def _add_up(self) -> None:
-        for replica in self._replicas():
-            loads = [loads.get(replica.name, _NOTHING) for _, loads in self._loads.values()]
-            replica.set_peer_load(_sum(*loads))
+    def _add_up(self, names: Set[str]) -> None:
+        """The loads of these replicas have changed."""
+        for name in names & self._replicas.keys():
+            loads = [loads.get(name, _NOTHING) for _, loads in self._loads.values()]
+            self._replicas[name].set_peer_load(_sum(*loads))
         self._held.wake()
 
     def _forget(self, now: float) -> None:
         ended = [process for process, (at, _) in self._loads.items() if now - at > FORGET_S]
         for process in ended:
-            del self._loads[process]
+            _, loads = self._loads.pop(process)
             self._held_there.pop(process, None)
-        if ended:
-            self._add_up()
+            self._places.pop(process, None)
+            self._add_up(loads.keys())
 
 
 def _sum(*shares: Share) -> Share:

@@ -36,8 +36,10 @@ from serving.router.models.model_messages import Row
 from serving.router.models.view import OwnModels
 from serving.router.peers import Peers
 from serving.router.policy import phases
+from serving.router.policy.candidates import Candidates
 from serving.router.policy.conversations import Conversations
-from serving.router.policy.policies import PER_REQUEST, Choice, Policy, Work
+from serving.router.policy.load import PER_REQUEST, Work
+from serving.router.policy.policies import Choice, Policy
 from serving.router.policy.routing_request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget
@@ -260,7 +262,7 @@ class Placement:
         self.features = msgspec.structs.replace(self.features, model=self._own.name)
         self._among = frozenset((self._own.endpoint,))
 
-    def candidates(self, now: float) -> list[Replica]:
+    def candidates(self, now: float) -> Candidates[Replica]:
         """The replicas that can take it and were not tried."""
         pool = self._routing.pool
         named = self.features
@@ -451,8 +453,8 @@ class Placement:
             return None
         began = time.perf_counter()
         bound = routing.affinity.replica(features.session) if features.session else None
-        home = [replica for replica in candidates if replica.name == bound] if bound else None
-        choice = Choice(home[0]) if home else self._cheapest(candidates, now)
+        home = candidates.named(bound) if bound else None
+        choice = Choice(home) if home else self._cheapest(candidates, now)
         if self.inference and not home:  # what a session's own replica has is not looked up
             self._count_turn(choice, candidates)
         self._go(choice, now)
@@ -466,11 +468,11 @@ class Placement:
                 log.debug("%s", self.decision())
         return self.replica
 
-    def _cheapest(self, candidates: list[Replica], now: float) -> Choice:
+    def _cheapest(self, candidates: Candidates[Replica], now: float) -> Choice:
         conversations = self._routing.conversations
         return conversations.choose(self._policy, self.features, candidates, now)
 
-    def _count_turn(self, choice: Choice, candidates: list[Replica]) -> None:
+    def _count_turn(self, choice: Choice, candidates: Candidates[Replica]) -> None:
         """Count a further turn of a conversation: what is computed again, and whether it moves."""
         conversations, features = self._routing.conversations, self.features
         if self.tried or (repeated := conversations.repeated(features)) is None:
@@ -478,7 +480,7 @@ class Placement:
         metrics.TURN_RECOMPUTED.add(max(repeated - choice.held.tokens, 0))
         before = conversations.replica(features.session)
         if before != choice.replica.name:
-            reason = "cost" if any(it.name == before for it in candidates) else "gone"
+            reason = "cost" if candidates.named(before) else "gone"
             metrics.MOVES.labels(reason).inc()
 
     def _take_prefilled(self, replica: Replica | None) -> None:
@@ -599,6 +601,8 @@ class Placement:
         breaker, trial, self._trial = self.replica.breaker, self._trial, False
         self.replica.refuses = status == 503
         self._answers = status < 400
+        if status < 500:
+            self.replica.answered_at = now
         if self._doubted and is_error(status):
             self._excuse(now)
             breaker.excused(now, trial=trial)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Hashable, Iterator, Mapping, Set
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -96,6 +97,9 @@ _OWN = frozenset(
 )
 """Paths that a router answers by itself, beside those of its page."""
 _MANAGED = re.compile(protocol.MANAGED_PATH)
+_COUNT = re.compile("[0-9]{1,9}")
+COMPARED = 1_000
+"""Replicas that are compared in a second, where many become ready."""
 SWEEP_S = 1.0
 """Between two looks for what has waited too long."""
 
@@ -158,9 +162,12 @@ class Router:
         self.pool = ReplicaPool(self._on_ready, self._on_gone, copies.urls if copies else ())
         tls = _authorities(settings.router_ca_file)
         asking = self._asking = Asking(self._access, tls)
-        together = copies.supervisors_series if copies else str
-        self._health = HealthChecks(self.pool, asking, together)
+        self._health = HealthChecks(
+            *(self.pool, asking, copies.supervisors_series if copies else str),
+            tell=lambda seen: self.routing.peers.tell(seen),
+        )
         self._differences: dict[str, str] = {}
+        self._compare: asyncio.TimerHandle | None = None
         policy, self.kvaware = _strategy(settings, environ, asking)
         affinity = SessionAffinity()
         held = HeldQueue(MOST_HELD, MOST_HELD_BYTES, time.monotonic)
@@ -172,7 +179,9 @@ class Router:
             fallback=RoundRobin(),
             affinity=affinity,
             conversations=Conversations(),
-            peers=Peers(lambda: self.pool.replicas, self._learned, affinity.bind, held, link),
+            peers=Peers(
+                *(self.pool.named, self._learned, affinity.bind, self._health.on_seen, held, link)
+            ),
             limiter=Limiter(settings.limits_url),
             retries=RetryBudget(),
             held=held,
@@ -344,10 +353,17 @@ class Router:
             policy.index.resize(replica.name, replica.capacity)
         if self.kvaware:
             self.kvaware.on_ready(replica)
+        self._compare = self._compare or asyncio.get_running_loop().call_later(
+            len(self.pool.replicas) / COMPARED, self._warn_of_differences
+        )
+        self.routing.held.wake()
+
+    def _warn_of_differences(self) -> None:
+        """Warn of new differences among replicas."""
+        self._compare = None
         before, self._differences = self._differences, self._different()
         for what in self._differences.keys() - before.keys():
             log.warning("%s", self._differences[what])
-        self.routing.held.wake()
 
     def _different(self) -> dict[str, str]:
         if self._models:  # which are meant to differ
@@ -359,7 +375,7 @@ class Router:
     def _on_gone(self, replica: Replica) -> None:
         if self.kvaware:
             self.kvaware.on_gone(replica)
-        if replica not in self.pool.replicas:
+        if self.pool.named.get(replica.name) is not replica:
             self.routing.policy.forget(replica.name)
             self.routing.conversations.forget(replica.name)
             return
@@ -386,7 +402,7 @@ class Router:
         """The supervisor has told the models' states."""
         assert self._models
         rows = self._models.rows
-        self.pool.closed = frozenset(it.address for it in rows.values() if not it.open)
+        self.pool.close({it.address for it in rows.values() if not it.open})
         for name in before.keys() | rows.keys():
             if name not in rows:
                 error: ServingError = NotFound(f"the model {name} was unloaded; load it again")
@@ -554,11 +570,11 @@ class Router:
                 held = self.routing.peers.held
                 responder.respond(200, *status.metrics(self.pool, held, accept, traced=traced))
             case protocol.REPLICAS if reads:
-                responder.respond(200, *self._replicas())
+                responder.respond(200, *self._replicas(request))
             case path if reads and path in self._page:
                 responder.respond(200, *self._page[path], *ui.LINES)
             case protocol.UI_STATUS if reads and self._page:
-                responder.respond(200, *self._replicas())
+                responder.respond(200, *self._replicas(request))
             case (
                 protocol.PING
                 | protocol.HEALTH
@@ -581,11 +597,17 @@ class Router:
                     )
                 raise NotFound(missing)
 
-    def _replicas(self) -> tuple[bytes, bytes]:
-        """The kind and body of an answer about replicas."""
+    def _replicas(self, request: Request) -> tuple[bytes, bytes]:
+        """The kind and body of an answer about replicas. Raises BadRequest."""
+        query = request.target.partition(b"?")[2].decode("latin-1")
+        start = parse_qs(query).get("start", ["0"])[-1]
+        if not _COUNT.fullmatch(start):
+            raise BadRequest(
+                f"start={start!r:.100}: is the number of replicas before the page, like 200"
+            )
         warnings = [*self._different().values()]
         return status.replicas(
-            *(self.pool, self.routing.policy, self.kvaware, warnings, self._copies)
+            *(self.pool, self.routing.policy, self.kvaware, warnings, self._copies, int(start))
         )
 
     def _change(self, responder: WholeResponder, request: Request) -> None:

@@ -18,6 +18,8 @@ from serving.router.models.view import OwnModels
 from serving.router.policy.policies import Policy, PrefixAware
 
 _JSON = b"application/json"
+PAGE = 200
+"""Replicas of one answer, some 80 KB."""
 
 
 def enough(pool: ReplicaPool, copies: OwnCopies | None, hold: int) -> bool:
@@ -91,13 +93,16 @@ def replicas(
     kvaware: KvAwareness | None,
     warnings: Sequence[str],
     copies: OwnCopies | None,
+    start: int,
 ) -> tuple[bytes, bytes]:
-    """The kind and body of an answer about the replicas, with warnings about them. copies: as
-    enough() has it.
+    """The kind and body of an answer about PAGE replicas from this one on, with warnings about all.
+    copies: as enough() has it.
     """
     left_out = copies.left_out() if copies else {}
-    rows = [_row(replica, policy, kvaware, left_out) for replica in pool.replicas]
-    return _JSON, msgspec.json.encode({"replicas": rows, "warnings": warnings})
+    end, count = start + PAGE, len(pool.replicas)
+    rows = [_row(replica, policy, kvaware, left_out) for replica in pool.replicas[start:end]]
+    page = {"replicas": rows, "count": count, "next": end if end < count else None}
+    return _JSON, msgspec.json.encode(page | {"warnings": warnings})
 
 
 def _row(

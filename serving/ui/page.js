@@ -84,6 +84,7 @@ const post = (path, body, more = {}) =>
 
 let ping = { status: "asking" };
 let status = null; // of /ui/status, for admin keys alone
+let start = 0; // how many replicas are before the page of them that is shown
 let refused = ""; // why there is none
 let chatRefused = ""; // why there is no chat
 let models = []; // of /v1/models
@@ -107,7 +108,7 @@ async function look() {
   }
   if (ping.status !== "unreachable" && !refused) {
     try {
-      const found = await (await ask("ui/status")).json();
+      const found = await (await ask(start ? `ui/status?start=${start}` : "ui/status")).json();
       const text = await (await ask("metrics")).text();
       if (round !== asked) return;
       status = found;
@@ -697,6 +698,26 @@ function showReplicas() {
   ]);
   const titles = ["Replica", "State", ...(divided ? ["Role"] : []), "In flight", "Prompt tokens queued", "Models", "Adapters", "KV cache, tokens"];
   fill($("replica-table"), titles, rows, "No replica is known.");
+  showPages(rows.length);
+}
+
+/** Where in all replicas the rows are, and the pages before and after. */
+function showPages(count) {
+  const before = start;
+  const turn = (text, to) => {
+    const button = el("button", { type: "button", className: "quiet" }, text);
+    button.addEventListener("click", () => {
+      start = to;
+      look();
+    });
+    return button;
+  };
+  $("replica-pages").hidden = !before && !status.next;
+  $("replica-pages").replaceChildren(
+    `${number(before + 1)} to ${number(before + count)} of ${number(status.count ?? count)} `,
+    ...(before ? [turn("First", 0)] : []),
+    ...(status.next ? [turn("Next", status.next)] : []),
+  );
 }
 
 // The whole

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.routing_sim import __main__ as routing_sim
 from scripts.routing_sim import apart as apart_module
-from scripts.routing_sim import combined
+from scripts.routing_sim import combined, large
 from scripts.routing_sim.fleet import Fleet
 from scripts.routing_sim.model import B32, B70, Apart, Case, Request, Tier
 from scripts.routing_sim.report import simulate
@@ -293,3 +293,15 @@ def test_what_is_compared_apart(capsys, monkeypatch):
     routing_sim.main()
     shown = capsys.readouterr().out
     assert all(it in shown for it in ("together", "5 + 2 prefill", "1,024 tokens"))
+
+
+def test_a_large_fleet_regrets_little(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["simulate", "--large", "40", "--quick"])
+    monkeypatch.setattr(large, "cases", lambda size, requests: {"hot": some})
+    some = replace(document_case(8000, 10, 8 * 40, 300, hot=0.5), replicas=40)
+    routing_sim.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[:3] for row in rows[1:3]] == [["hot", "40", "all"], ["hot", "40", "some"]]
+    monkeypatch.setattr(large, "MOST_REGRET", -1.0)
+    with pytest.raises(SystemExit):
+        routing_sim.main()

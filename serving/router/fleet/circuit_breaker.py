@@ -7,6 +7,7 @@ max_ejection_time), except max_ejection_percent, because a fleet of models is sm
 Nothing here does I/O or looks at a clock.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -65,6 +66,10 @@ def _untold(reason: str) -> None:
     pass
 
 
+def _unchanged() -> None:
+    pass
+
+
 class CircuitBreaker:
     """The facts about one replica's answers, and its ejection.
 
@@ -74,12 +79,19 @@ class CircuitBreaker:
     longer.
     """
 
-    def __init__(self, peers: Peers = _alone, told: Callable[[str], None] = _untold) -> None:
+    def __init__(
+        self,
+        peers: Peers = _alone,
+        told: Callable[[str], None] = _untold,
+        changed: Callable[[], None] = _unchanged,
+    ) -> None:
         """peers: the other replicas that could answer its requests, as they are now. told: is
-        called with the reason when it is ejected, and with "" when it is readmitted.
+        called with the reason when it is ejected, and with "" when it is readmitted. changed: is
+        called when allows_at() has another answer than before.
         """
         self._peers = peers
         self._told = told
+        self._changed = changed
         self._errors: deque[bool] = deque(maxlen=COMPARED)  # of the latest answers
         self._row = 0  # errors
         self._unreachable = 0  # in a row
@@ -97,7 +109,7 @@ class CircuitBreaker:
 
     def anew(self) -> "CircuitBreaker":
         """The breaker of the same replica, with its history forgotten."""
-        return CircuitBreaker(self._peers, self._told)
+        return CircuitBreaker(self._peers, self._told, self._changed)
 
     @property
     def ejected(self) -> bool:
@@ -112,18 +124,25 @@ class CircuitBreaker:
         """Whether a request may go to the replica now."""
         return not self.reason or (now >= self._until and not self._trial)
 
+    def allows_at(self, now: float) -> float:
+        """From when on allows() has another answer, as far as is known."""
+        return self._until if self.reason and now < self._until and not self._trial else math.inf
+
     # what becomes of its requests
 
     def begin(self, now: float) -> bool:
         """A request goes to the replica. Whether it is a trial, whose end must be reported."""
         trial = self.ejected and self.allows(now)
-        self._trial = self._trial or trial
+        if trial:
+            self._trial = True
+            self._changed()
         return trial
 
     def abandoned(self, now: float) -> None:
         """A trial has ended, and says nothing of the replica."""
         self._trial = False
         self._until = now + self._pause
+        self._changed()
 
     def moved(self, now: float) -> None:
         """There was more of an answer at that time."""
@@ -217,6 +236,7 @@ class CircuitBreaker:
         self.reason, self._until = reason, now + self._pause
         self._row = self._unreachable = 0
         self._window_start = 0.0
+        self._changed()
         self._told(reason)
 
     def _tried(self, now: float, *, failed: bool) -> None:
@@ -231,6 +251,7 @@ class CircuitBreaker:
     def _readmit(self, now: float) -> None:
         self.reason, self._trial = "", False
         self._served_since = now
+        self._changed()
         self._told("")
 
 

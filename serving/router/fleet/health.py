@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import logging
+import random
 import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -23,14 +24,22 @@ from serving.router.fleet.replicas import Replica, ReplicaPool, State
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
-"""Between two probes of a replica."""
+"""Between two probes of a replica, in a fleet of up to PROBES of them. A replica
+that has answered a request in the meantime is asked after LISTED pauses at the latest.
+"""
+PROBES = 100
+"""Probes in a second, of all replicas: each of a larger fleet is asked less often."""
+JITTER = 0.1
+"""Pauses are longer or shorter by up to this share, so that probes do not come all at once."""
+TOLD = 2.5
+"""A report of the router's probing process about a replica is valid for this number of pauses."""
 PING_TIMEOUT_S = 5.0
 SILENT = 2
 """Pings without an answer, one after the other, after which a replica is down. A replica that
 refuses connections is down at once.
 """
-MODELS_S = 5.0
-"""Between two looks at a replica's models and adapters."""
+LISTED = 5
+"""Pauses between two looks at a replica's models and adapters."""
 SPEEDS_S = 30.0
 """Between two looks at how fast it computes prompts and loads from its tiers, and at its cache."""
 LOOK_S = 0.2
@@ -52,6 +61,16 @@ _ABSENT = frozenset((404, 405, 501))
 """Answers of servers that do not have a path."""
 
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class Seen(msgspec.Struct, tag=4, array_like=True):
+    """The report of the router's probing process about a replica. models: a hash of their names."""
+
+    replica: str
+    state: State
+    detail: str
+    called: str
+    models: int
 
 
 class Asking(NamedTuple):
@@ -77,6 +96,11 @@ class Asking(NamedTuple):
             auto_decompress=False,
             headers={"accept-encoding": "identity"},
         )
+
+
+def pause(replicas: int) -> float:
+    """Seconds between two probes of a replica in a fleet of this size."""
+    return max(PING_S, replicas / PROBES)
 
 
 async def read(answer: aiohttp.ClientResponse, most: int = LARGEST) -> bytes:
@@ -108,12 +132,19 @@ class HealthChecks:
     """Keeps a pool up to date with discovery and with the replicas' own facts."""
 
     def __init__(
-        self, pool: ReplicaPool, asking: Asking, together: Callable[[], str] = str
+        self,
+        pool: ReplicaPool,
+        asking: Asking,
+        together: Callable[[], str] = str,
+        tell: Callable[[Seen], None] = lambda seen: None,
     ) -> None:
-        """together: the series of tiers that all replicas have together."""
+        """together: the series of tiers that all replicas have together. tell: tells the router's
+        other processes, if this is the one that probes.
+        """
         self._pool = pool
         self._asking = asking
         self._together = together
+        self._tell = tell
         self._probes: dict[str, Probe] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         # looks at those that are not ready
@@ -164,10 +195,15 @@ class HealthChecks:
                 await asyncio.gather(*(it.check() for it in late))
 
     def expire_models(self, replicas: Iterable[Replica]) -> None:
-        """The models of these replicas may have changed; the next probe reads them."""
+        """The models of these replicas may have changed: look at once."""
         for replica in replicas:
             if probe := self._probes.get(replica.name):
                 probe.expire_models()
+
+    def on_seen(self, seen: Seen) -> None:
+        """Another process of the router has probed a replica."""
+        if probe := self._probes.get(seen.replica):
+            probe.on_seen(seen)
 
     def _update(self, urls: frozenset[str], client: aiohttp.ClientSession) -> None:
         for url in self._tasks.keys() - urls:
@@ -177,7 +213,7 @@ class HealthChecks:
         for replica in self._pool.replicas:
             if replica.name not in self._tasks:
                 probe = self._probes[replica.name] = Probe(
-                    *(self._pool, replica, client, self._asking, self._together)
+                    *(self._pool, replica, client, self._asking, self._together, self._tell)
                 )
                 self._tasks[replica.name] = asyncio.create_task(kept("health", probe.run))
 
@@ -192,9 +228,11 @@ class Probe:
         client: aiohttp.ClientSession,
         asking: Asking,
         together: Callable[[], str],
+        tell: Callable[[Seen], None],
     ) -> None:
         self._asking = asking
         self._together = together
+        self._tell = tell
         self._pool = pool
         self._replica = replica
         self._client = client
@@ -202,18 +240,49 @@ class Probe:
         self._path: str | None = None  # the one of READINESS that it has, while it answers
         self._models_at = 0.0  # when its models were asked for
         self._speeds_at = 0.0
+        self._checked_at = self._told_at = 0.0  # by this process, and by the one that probes
+        self._hurry = asyncio.Event()
         self._checking = asyncio.Lock()
 
     async def run(self) -> None:
         """Check until cancelled."""
         while True:
-            await self.check()
-            await asyncio.sleep(PING_S)
+            seconds = pause(len(self._pool.replicas))
+            if self._hurry.is_set() or self._is_due(time.monotonic(), seconds):
+                self._hurry.clear()
+                await self.check()
+                self._tell(self._seen())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds * random.uniform(1 - JITTER, 1 + JITTER)):
+                    await self._hurry.wait()
+
+    def _is_due(self, now: float, seconds: float) -> bool:
+        """Whether the replica must be asked. seconds: of a pause."""
+        replica = self._replica
+        if now - self._told_at < TOLD * seconds:
+            return replica.state is State.READY and now - self._speeds_at > SPEEDS_S
+        answers = replica.state is State.READY and now - replica.answered_at < PING_S
+        return not (answers and now - self._checked_at < LISTED * seconds)
+
+    def on_seen(self, seen: Seen) -> None:
+        """The router's process that probes has seen this of the replica."""
+        if seen == self._seen():
+            self._told_at = time.monotonic()
+            self._pool.enter(self._replica, seen.state, seen.detail, anew=False)
+        else:  # what follows from a change each process finds out by itself
+            self.expire_models()
+
+    def _seen(self) -> Seen:
+        """The state of the replica. All processes of a router hash equally."""
+        replica = self._replica
+        models = hash((replica.model, replica.models, replica.adapters))
+        return Seen(replica.name, replica.state, replica.detail, replica.called, models)
 
     async def check(self) -> None:
         """Probe the replica's state. With every answer, the probe is repeated."""
         replica = self._replica
         async with self._checking:
+            self._checked_at = time.monotonic()
             try:
                 await self._check()
             except Exception as error:
@@ -224,7 +293,9 @@ class Probe:
                 self._pool.enter(replica, State.FAILED, detail, anew=False)
 
     def expire_models(self) -> None:
-        self._models_at = 0.0
+        """Its models may have changed: look at once."""
+        self._models_at = self._told_at = 0.0
+        self._hurry.set()
 
     async def _check(self) -> None:
         replica = self._replica
@@ -234,13 +305,19 @@ class Probe:
             if state is State.READY and not self._silent:
                 if replica.state is not State.READY:
                     anew = await self._meet()
-                elif time.monotonic() - self._models_at > MODELS_S:
-                    await self._list_models()
-                elif time.monotonic() - self._speeds_at > SPEEDS_S:
-                    replica.measure(await self._facts())
+                else:
+                    await self._look_again(time.monotonic())
         except _FAILURES:
             state, detail = replica.state, "it does not answer"
         self._pool.enter(replica, state, detail, anew=anew)
+
+    async def _look_again(self, now: float) -> None:
+        """Read the models and facts of a ready replica again, when they are due."""
+        told = now - self._told_at < TOLD * (seconds := pause(len(self._pool.replicas)))
+        if now - self._models_at > LISTED * seconds and not told:
+            await self._list_models()
+        if now - self._speeds_at > SPEEDS_S:
+            self._replica.measure(await self._facts())
 
     async def _ping(self) -> tuple[State, str]:
         """Its state, from the first path that it has."""

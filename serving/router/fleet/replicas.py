@@ -5,6 +5,7 @@ import asyncio
 import enum
 import functools
 import logging
+import math
 import ssl
 import time
 from collections import Counter, deque
@@ -16,7 +17,8 @@ from serving.kv_cache.speed import Speed
 from serving.router.fleet.circuit_breaker import CircuitBreaker, longest_still
 from serving.router.fleet.facts import Facts
 from serving.router.http.upstream import IdleConnections, Upstream
-from serving.router.policy.policies import PREFILL_RATE, Load, Share
+from serving.router.policy.candidates import EXACT, Board, Candidates, Homes
+from serving.router.policy.load import PREFILL_RATE, Load, Share
 from serving.router.policy.tiers import Capacity
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ FADES = 0.7
 """The factor of a measured speed's weight at the next measurement, which comes every 30 s."""
 FIRST_BYTES = 200
 """Answers whose times to the first byte are kept."""
+MOST_KINDS = 250
+"""Kinds of requests whose candidates are kept, by the models and adapters that they name."""
 
 
 class State(enum.StrEnum):
@@ -69,6 +73,8 @@ class Replica(Load):
         self.prefills: set[asyncio.Future[str]] = set()
         """The prompts that it computes for others; each future gets the outcome."""
         self.breaker = CircuitBreaker()
+        self.answered_at = 0.0
+        """When it last began an answer that shows that it works."""
         self.refuses = False
         """Whether it took no connection, or answered 503, since it was last asked or answered."""
         # what it says of itself
@@ -116,6 +122,8 @@ class Replica(Load):
         """The router's other processes have this under way there."""
         own, self._peer_load = self.own_load, load
         self.in_flight, self.queued, self.context = map(sum, zip(own, load, strict=True))
+        if self.board:
+            self.board.lighten(self)
 
     @property
     def has_room(self) -> bool:
@@ -224,13 +232,15 @@ class ReplicaPool:
         container's copies, in the order of their numbers.
         """
         self.replicas: list[Replica] = []
+        self.named: dict[str, Replica] = {}
+        """The same by their names."""
         self.adapters: set[str] = set()
         """The names of adapters that any of them has."""
         self.apart: set[str] = set()
         """Names of models, not of adapters, that some of them serve and others do not."""
         self.first_bytes: deque[float] = deque(maxlen=FIRST_BYTES)
         """Seconds that the latest answers took to begin."""
-        self.closed: frozenset[str] = frozenset()
+        self._closed: frozenset[str] = frozenset()
         """The names of replicas that get no more requests, because they make room for others."""
         self.probed = asyncio.Event()
         """Set once each of the first ones has said whether it can serve."""
@@ -239,6 +249,12 @@ class ReplicaPool:
         self._numbers = {url: number for number, url in enumerate(copies)}
         self._gone: dict[str, float] = {}  # since when
         self._seconds_per_token = 1 / PREFILL_RATE  # the last mean
+        # the candidates of each kind of request, while no replica changes
+        self._kept: dict[tuple[str, str], Sequence[Candidates[Replica]]] = {}
+        self._lists: dict[tuple[Replica, ...], Candidates[Replica]] = {}
+        self._until = math.inf  # when one that is ejected may be tried
+        self._homes = Homes(())
+        self._board: Board | None = None
 
     @property
     def seconds_per_token(self) -> float:
@@ -249,6 +265,11 @@ class ReplicaPool:
         if known:
             self._seconds_per_token = sum(known) / len(known)
         return self._seconds_per_token
+
+    def close(self, names: Set[str]) -> None:
+        """Give these replicas no requests from now on, and all others again."""
+        self._closed = frozenset(names)
+        self._changed()
 
     # for requests
 
@@ -263,14 +284,58 @@ class ReplicaPool:
         tried: Sequence[Replica],
         now: float,
         among: Set[str] | None = None,
-    ) -> list[Replica]:
+    ) -> Candidates[Replica]:
         """The replicas that a request can go to, without those it was tried on. model: the one of
         `apart` that it names, or "". among: the endpoints that it may go to; None for all.
 
         Prefill replicas are among them only if there are no others.
         """
-        able = self._able(model, adapter, tried, now, among)
-        return [replica for replica in able if replica.role != "prefill"] or able
+        if now >= self._until:
+            self._changed()
+        groups = self._kept.get((model, adapter)) if among is None else None
+        if groups is None:
+            groups = self._groups(model, adapter, now, among)
+            if among is None:
+                self._kept[model, adapter] = groups
+        for group in groups:
+            if left := group.without(tried):
+                return left
+        return groups[-1].without(tried)
+
+    def _groups(
+        self, model: str, adapter: str, now: float, among: Set[str] | None
+    ) -> Sequence[Candidates[Replica]]:
+        """The candidates, and those that follow where all of these were tried."""
+        ready = self._ready_for(model, adapter, among)
+        # Where all are in doubt, trying is better than giving up.
+        lists = []
+        for able in ([it for it in ready if it.breaker.allows(now)], ready):
+            lists += [tuple(it for it in able if it.role != "prefill"), tuple(able)]
+        self._until = min([self._until, *(it.breaker.allows_at(now) for it in ready)])
+        if among is not None:
+            return [Candidates(it, self._homes) for it in dict.fromkeys(lists)]
+        if len(self._kept) >= MOST_KINDS:
+            self._kept.clear()
+            self._lists.clear()
+        if self._board is None and len(self.replicas) > EXACT:
+            self._board = Board(self.ready)
+        return [self._listed(it) for it in dict.fromkeys(lists)]
+
+    def _listed(self, replicas: tuple[Replica, ...]) -> Candidates[Replica]:
+        """They as candidates, for all kinds of requests the same."""
+        if replicas not in self._lists:
+            self._lists[replicas] = Candidates(replicas, self._homes, self._board)
+        return self._lists[replicas]
+
+    def _changed(self) -> None:
+        """Another replica can, or cannot, take some kind of request."""
+        self._kept.clear()
+        self._lists.clear()
+        self._until = math.inf
+        if self._board:
+            self._board = None
+            for replica in self.replicas:
+                replica.board = None
 
     def prefilling(
         self, model: str, adapter: str, answers: Replica, now: float, *, fetching: bool
@@ -280,33 +345,24 @@ class ReplicaPool:
         """
         return [
             replica
-            for replica in self._able(model, adapter, (), now)
+            for replica in self._ready_for(model, adapter, None)
             if replica.role == "prefill"
             and replica.called
             and replica.hands_over_to(answers, fetching=fetching)
             and replica.breaker.allows(now)
         ]
 
-    def _able(
-        self,
-        model: str,
-        adapter: str,
-        tried: Sequence[Replica],
-        now: float,
-        among: Set[str] | None = None,
-    ) -> list[Replica]:
-        ready = [replica for replica in self.replicas if replica.state is _READY]
-        if self.closed:
-            ready = [replica for replica in ready if replica.name not in self.closed]
+    def _ready_for(self, model: str, adapter: str, among: Set[str] | None) -> list[Replica]:
+        ready = self.ready
+        if self._closed:
+            ready = [replica for replica in ready if replica.name not in self._closed]
         if model:
             ready = [replica for replica in ready if model in replica.models]
         if among is not None:
             ready = [replica for replica in ready if replica.endpoint in among]
         if adapter and (having := [it for it in ready if adapter in it.adapters]):
             ready = having  # the others would only say that they do not have it
-        left = [replica for replica in ready if replica not in tried] if tried else ready
-        # Where all are in doubt, trying is better than giving up.
-        return [replica for replica in left if replica.breaker.allows(now)] or left
+        return ready
 
     def trouble(self, model: str = "") -> str:
         """Why there is none for a request. model: as candidates() has it."""
@@ -336,23 +392,31 @@ class ReplicaPool:
             log.info("a replica is gone", extra={"facts": replica.facts})
             # What it has under way goes on; a pod that ends answers it.
             self.replicas.remove(replica)
+            del self.named[replica.name]
             replica.idle.close()
             self._on_gone(replica)
             self._gone[replica.name] = time.monotonic()
         for url in sorted(urls - {replica.name for replica in self.replicas}):
             replica = Replica(url, self._numbers.get(url))
             replica.breaker = CircuitBreaker(
-                functools.partial(self._peers, replica), functools.partial(_tell, replica)
+                functools.partial(self._peers, replica),
+                functools.partial(_tell, replica),
+                self._changed,
             )
             self.replicas.append(replica)
+            self.named[url] = replica
             self._gone.pop(url, None)
+        self._homes = Homes([*self.named])
+        self._changed()
         self._list_names()
         self._check_probed()
 
     def enter(self, replica: Replica, state: State, detail: str, *, anew: bool) -> None:
         """A replica was probed. anew: whether it has restarted since it was last ready."""
-        if replica not in self.replicas or not replica.enter(state, detail, time.monotonic()):
+        known = self.named.get(replica.name) is replica
+        if not known or not replica.enter(state, detail, time.monotonic()):
             return
+        self._changed()
         facts = replica.facts | {"state": state} | ({"detail": detail} if detail else {})
         level = logging.WARNING if state in (State.DOWN, State.FAILED) else logging.INFO
         log.log(level, "replica", extra={"facts": facts})
@@ -368,14 +432,19 @@ class ReplicaPool:
         """A replica serves models by these names now, its own first. adapters: those of them that
         are.
         """
+        before = replica.model, replica.models, replica.adapters
         replica.list_models(names, adapters)
-        self._list_names()
+        if before != (replica.model, replica.models, replica.adapters):
+            self._changed()
+            self._list_names()
 
     def look(self, now: float, waiting: Iterable[tuple[Replica, float]]) -> None:
         """Eject replicas that stand still. waiting: for each request that waits for its replica,
         since when.
         """
         still = longest_still(self.first_bytes)
+        for replica in self.ready:
+            replica.settle(now)
         standing = Counter(replica for replica, since in waiting if now - since > still)
         for replica in self.ready:
             replica.breaker.look(now, standing[replica], still)
@@ -401,7 +470,7 @@ class ReplicaPool:
     def _list_names(self) -> None:
         self.adapters.clear()
         self.apart.clear()
-        for replica in self.replicas:
-            self.adapters |= replica.adapters
-        if served := [it.models - it.adapters for it in self.replicas if it.models]:
+        listed = {(it.models, it.adapters) for it in self.replicas}
+        self.adapters.update(*(adapters for _, adapters in listed))
+        if served := [models - adapters for models, adapters in listed if models]:
             self.apart |= frozenset.union(*served) - frozenset.intersection(*served)

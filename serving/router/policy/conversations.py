@@ -7,18 +7,17 @@ taken for equal, such a prompt goes beside its parent. This is never a rule: one
 cannot pin a fleet.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from serving.router.policy.candidates import Candidates
+from serving.router.policy.load import PER_REQUEST, Load
 from serving.router.policy.policies import (
     CONTEXT,
     NEAR,
-    PER_REQUEST,
     UNCACHED,
     Choice,
-    Load,
     Policy,
     PrefixAware,
 )
@@ -69,13 +68,12 @@ class Conversations:
         """The replica of the conversation's last turn, or else of its parent's. For a prompt that
         is new to all replicas, the one that its `prompt_cache_key` belongs to.
         """
-        intent = request.intent
+        intent, candidates = request.intent, Candidates.of(replicas)
         for conversation in (request.session, intent.parent):
-            name = self.replica(conversation)
-            if found := next((it for it in replicas if it.name == name), None):
+            if found := candidates.named(self.replica(conversation)):
                 return found
         if intent.bucket and not choice.held.tokens:
-            return max(replicas, key=lambda it: _weight(intent.bucket, it.name))
+            return next(candidates.order(intent.bucket), None)
         return None
 
     def replica(self, conversation: str) -> str:
@@ -124,8 +122,3 @@ def _cost(request: RoutingRequest, choice: Choice) -> float:
         + PER_REQUEST * replica.in_flight
         + replica.context / CONTEXT
     )
-
-
-def _weight(key: str, replica: str) -> bytes:
-    # Not Python's hash: routers on other machines are to agree.
-    return hashlib.blake2b(f"{replica}\0{key}".encode(), digest_size=8).digest()

@@ -14,7 +14,7 @@ reports the contents of disks and shared stores.
 import math
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -106,11 +106,54 @@ def chain(tokens: Sequence[int], block_size: int, start: int) -> list[int]:
     return links(data.tobytes(), block_size * data.itemsize, start)
 
 
+class _Engines:
+    """The blocks in all engines' prefix caches. Each key is there once, with a number whose bits
+    are the engines that have the block.
+    """
+
+    def __init__(self) -> None:
+        self.holders: dict[int, int] = {}
+        self._replicas: list[str | None] = []  # of each bit
+
+    def add(self, replica: str) -> int:
+        """A new engine, of this replica. Its bit."""
+        if None not in self._replicas:
+            self._replicas.append(None)
+        place = self._replicas.index(None)
+        self._replicas[place] = replica
+        return 1 << place
+
+    def remove(self, bit: int) -> None:
+        """The engine of this bit, which has no blocks any more, is gone."""
+        self._replicas[bit.bit_length() - 1] = None
+
+    def store(self, key: int, bit: int) -> None:
+        """An engine has a block."""
+        # The number itself where there is no other: nothing is made for that.
+        self.holders[key] = others | bit if (others := self.holders.get(key)) else bit
+
+    def evict(self, key: int, bit: int) -> None:
+        """An engine no longer has a block."""
+        if left := self.holders.get(key, 0) & ~bit:
+            self.holders[key] = left
+        else:
+            self.holders.pop(key, None)
+
+    def replicas(self, bits: int) -> Iterator[str]:
+        """The replicas of these engines."""
+        while bits:
+            place = (bits & -bits).bit_length() - 1
+            if replica := self._replicas[place]:
+                yield replica
+            bits &= bits - 1
+
+
 class _Engine:
     """The blocks in the prefix cache of one rank's engine."""
 
-    def __init__(self) -> None:
-        self.held: set[int] = set()
+    def __init__(self, replica: str, engines: _Engines) -> None:
+        self._engines = engines
+        self.bit = engines.add(replica)
         self.size: int | None = None
         """Tokens of a block, None before the first."""
         self._keys: dict[Hash, int] = {}
@@ -118,6 +161,9 @@ class _Engine:
         # each, and the eviction of each.
         self._more: dict[Hash, int] = {}
         self._group: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def store(self, event: BlockStored) -> bool:
         """Add the event's blocks. Whether they count."""
@@ -148,7 +194,7 @@ class _Engine:
                 self._more[hashed] = self._more.get(hashed, 0) + 1
             else:
                 self._keys[hashed] = key
-                self.held.add(key)
+                self._engines.store(key, self.bit)
         return True
 
     def remove(self, event: BlockRemoved) -> None:
@@ -159,10 +205,11 @@ class _Engine:
                 if more > 1:
                     self._more[hashed] = more - 1
             elif (key := self._keys.pop(hashed, None)) is not None:
-                self.held.discard(key)
+                self._engines.evict(key, self.bit)
 
     def clear(self) -> None:
-        self.held.clear()
+        for key in self._keys.values():
+            self._engines.evict(key, self.bit)
         self._keys.clear()
         self._more.clear()
 
@@ -212,8 +259,8 @@ class _Memory:
 class _Rank:
     """The reported blocks of one rank of a replica."""
 
-    def __init__(self) -> None:
-        self.engine = _Engine()
+    def __init__(self, replica: str, engines: _Engines) -> None:
+        self.engine = _Engine(replica, engines)
         self.memory = _Memory()
 
 
@@ -242,6 +289,7 @@ class KvIndex:
         """The replicas whose caches are known now."""
         self.positions: dict[tuple[str, int], Position] = {}
         """How far the events of each replica's ranks were applied."""
+        self._engines = _Engines()
         self._ranks: dict[str, dict[int, _Rank]] = {}
         self._expected: dict[str, _Expected] = {}
         self._inner: dict[str, str] = {}
@@ -261,7 +309,7 @@ class KvIndex:
         """Tokens that are in the replica's engine and in its memory; the largest rank's."""
         ranks = self._ranks.get(replica, {}).values()
         return (
-            max((len(it.engine.held) * (it.engine.size or 0) for it in ranks), default=0),
+            max((len(it.engine) * (it.engine.size or 0) for it in ranks), default=0),
             max((len(it.memory.held) * (it.memory.size or 0) for it in ranks), default=0),
         )
 
@@ -275,9 +323,20 @@ class KvIndex:
         expected = self._expected.get(replica)
         until = expected.until if expected else {}
         return max(
-            _first_missing(chain, held, until, now) * size
-            for size, chain, held in self._engines(replica, blocks)
+            self._first_missing(chain, bit, until, now) * size
+            for size, chain, bit in self._engines_of(replica, blocks)
         )
+
+    def holders(self, blocks: Blocks) -> Iterator[Collection[str]]:
+        """The replicas whose engines have something of the prompt: those that have most of it, and
+        those that have half and a quarter of that.
+        """
+        holders = self._engines.holders
+        for chain in blocks.values():
+            known = leading(chain, lambda key: key not in holders)
+            while known:
+                yield {*self._engines.replicas(holders.get(chain[known - 1], 0))}
+                known //= 2
 
     def in_memory(self, replica: str, blocks: Blocks) -> int | None:
         """How many of a prompt's first tokens the replica's memory tier has; the prompt is one
@@ -293,8 +352,8 @@ class KvIndex:
 
     def expect(self, replica: str, blocks: Blocks, now: float) -> None:
         """The replica is about to compute these blocks."""
-        for _, chain, held in self._engines(replica, blocks):
-            cached = _first_missing(chain, held, {}, now)
+        for _, chain, bit in self._engines_of(replica, blocks):
+            cached = self._first_missing(chain, bit, {}, now)
             if cached < len(chain):
                 self._expected.setdefault(replica, _Expected()).add(chain[cached:], now)
 
@@ -308,7 +367,9 @@ class KvIndex:
         """Apply an event of one of the replica's data parallel ranks. Raises OverflowError for an
         event with an invalid token.
         """
-        known = self._ranks.setdefault(replica, {}).setdefault(rank, _Rank())
+        ranks = self._ranks.setdefault(replica, {})
+        if (known := ranks.get(rank)) is None:
+            known = ranks[rank] = _Rank(replica, self._engines)
         match event:
             case BlockStored(medium=medium) if medium in _GPU:
                 if known.engine.store(event):
@@ -326,29 +387,41 @@ class KvIndex:
         """The replica has restarted, or is gone."""
         self.followed.discard(replica)
         self._expected.pop(replica, None)
+        for rank in [*self._ranks.get(replica, ())]:
+            self.forget_rank(replica, rank)
         self._ranks.pop(replica, None)
         for key in [key for key in self.positions if key[0] == replica]:
             del self.positions[key]
 
     def forget_rank(self, replica: str, rank: int) -> None:
         """One rank of the replica has restarted, or its events cannot be continued."""
-        self._ranks.get(replica, {}).pop(rank, None)
+        if gone := self._ranks.get(replica, {}).pop(rank, None):
+            gone.engine.clear()
+            self._engines.remove(gone.engine.bit)
         self.positions.pop((replica, rank), None)
 
-    def _engines(
-        self, replica: str, blocks: Blocks
-    ) -> Iterator[tuple[int, Sequence[int], Set[int]]]:
+    def _engines_of(self, replica: str, blocks: Blocks) -> Iterator[tuple[int, Sequence[int], int]]:
         """For each of the replica's engines the size of its blocks, the prompt's keys of that size,
-        and the keys that it has. Before its first report, a rank has blocks of any size.
+        and the engine's bit. Before its first report, a rank has blocks of any size.
         """
         found = False
         for rank in self._ranks.get(replica, {}).values():
             if size := rank.engine.size:
                 found = True
-                yield size, blocks.get(size, ()), rank.engine.held
+                yield size, blocks.get(size, ()), rank.engine.bit
         if not found:
             size = min(blocks, default=0)
-            yield size, blocks.get(size, ()), set()
+            yield size, blocks.get(size, ()), 0
+
+    def _first_missing(
+        self, chain: Sequence[int], bit: int, until: Mapping[int, float], now: float
+    ) -> int:
+        holders = self._engines.holders
+
+        def missing(key: int) -> bool:
+            return not holders.get(key, 0) & bit and until.get(key, 0.0) <= now
+
+        return leading(chain, missing)
 
     def _name(self, inner: str | None) -> None:
         if not inner:
@@ -356,15 +429,6 @@ class KvIndex:
         if len(self._inner) >= MOST_ADAPTERS:
             self._inner.clear()
         self._inner[inner.rpartition("@")[0] or inner] = inner
-
-
-def _first_missing(
-    chain: Sequence[int], held: Set[int], until: Mapping[int, float], now: float
-) -> int:
-    def missing(key: int) -> bool:
-        return key not in held and until.get(key, 0.0) <= now
-
-    return leading(chain, missing)
 
 
 def _leading(chain: Sequence[int], held: Set[int]) -> int:

@@ -4,17 +4,19 @@
 Nothing here does I/O or looks at a clock, so that scripts/dev simulate runs these very classes.
 """
 
-import dataclasses
-import hashlib
 import math
 import random
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from serving.router.policy.candidates import EXACT, Candidates
+from serving.router.policy.load import Load
 from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.routing_request import RoutingRequest
-from serving.router.policy.tiers import DEFAULT_PRICES, NOTHING, NOWHERE, Held, Prices, Reach
+from serving.router.policy.tiers import NOTHING, NOWHERE, Held, Reach
 
 # What waiting costs, in prompt tokens that could be computed in the time. The figures are those
 # that did best in scripts/dev simulate; where others do as well, it says so.
@@ -23,10 +25,6 @@ UNCACHED = 2
 time, and once for the evicted tokens. With 1, documents are computed on every replica in turn (2 to
 8: alike).
 """
-PER_REQUEST = 30
-"""For each request in flight (10 to 300 give the same)."""
-CONTEXT = 32
-"""For this many prompt tokens of requests in flight, whose attention slows every step down."""
 NEAR = 300
 """Costs that differ by less are taken for equal: the replica that was chosen longest ago gets the
 request, which spaces arrivals as round-robin does.
@@ -38,83 +36,17 @@ AWAY = 500
 each other load an adapter on the same one. With 0, two of them load a tenth more, and with 1,000
 adapters wait for their replica while others have nothing to do.
 """
-PREFILL_RATE = 20_000.0
-"""Prompt tokens that a replica is taken to compute in a second, until it was measured (10,000 to
-40,000: a little worse). It matters where no stream shows when it has computed them.
+LEAST, HOLDERS, REACHES, SOME = 4, 4, 3, 8
+"""A fleet of more than candidates.EXACT replicas is measured at LEAST replicas with the least load,
+at HOLDERS replicas with the adapter, and at as many for each of the REACHES longest known parts of
+the prompt. Holders are the least loaded of SOME.
 """
-ADAPTERS = 64
-"""Assumed adapter slots of a replica that does not report them."""
 BOUND = 1.25
 """A session stays where it belongs while that replica has at most this many times the mean of
 requests under way ("Consistent Hashing with Bounded Loads", Mirrokni, Thorup, Zadimoghaddam) ...
 """
 BATCH = 8
 """... or fewer than these, which an engine serves together about as fast as one."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Work:
-    """The cost of one request on its replica."""
-
-    tokens: int
-    """Its prompt's."""
-    left: int
-    """The remaining work until its answer begins, in prompt tokens to compute."""
-
-
-Share = tuple[int, int, int]
-"""One process's part in a replica's Load: in_flight, queued, context."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Load:
-    """The facts that strategies know of one replica."""
-
-    name: str
-    in_flight: int = 0
-    """Requests under way."""
-    queued: int = 0
-    """Their remaining work, in prompt tokens to compute."""
-    context: int = 0
-    """Prompt tokens of all requests under way."""
-    prices: Prices = DEFAULT_PRICES
-    """Of what it loads."""
-    adapter_slots: int = ADAPTERS
-    """Adapters that its engine keeps."""
-    prefill_rate: float = PREFILL_RATE
-    """Prompt tokens that its engine computes in a second."""
-    # When what is queued will be computed, where that can only be guessed.
-    _computed_at: float = dataclasses.field(default=0.0, init=False)
-    _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
-
-    def begin(self, tokens: int, held: Held, streamed: bool, now: float) -> Work:
-        """A request goes to the replica, which holds these of its prompt's tokens. streamed: its
-        answer begins when its prompt is computed; for others this is a guess.
-        """
-        work = Work(tokens, self.prices.work(tokens, held))
-        self.in_flight += 1
-        self.queued += work.left
-        self.context += tokens
-        if not streamed:
-            self._computed_at = max(self._computed_at, now) + work.left / self.prefill_rate
-            self._guessed.append((self._computed_at, work))
-        return work
-
-    def computed(self, work: Work) -> None:
-        """The request's prompt is computed; it may be said more than once."""
-        self.queued -= work.left
-        work.left = 0
-
-    def end(self, work: Work) -> None:
-        """The request is over."""
-        self.computed(work)
-        self.in_flight -= 1
-        self.context -= work.tokens
-
-    def settle(self, now: float) -> None:
-        """Take for computed what should be by now."""
-        while self._guessed and self._guessed[0][0] <= now:
-            self.computed(self._guessed.popleft()[1])
 
 
 class Choice(NamedTuple):
@@ -156,34 +88,69 @@ class RoundRobin:
 
 
 class _Cheapest:
-    """The replica that can begin the answer first, by one measure for all: prompt tokens that have
-    to be computed before, the request's own and those queued, and what is under way.
+    """The replica that can begin the answer first, by one measure for all: prompt tokens that must
+    be computed before, the request's own and those queued, and the requests under way.
+
+    Among many replicas only those are measured that can be the cheapest: some that have most of the
+    prompt, or the adapter, and those with the least load.
     """
+
+    exact = EXACT
+    """In a fleet of at most this number of replicas, all are measured."""
 
     def __init__(self) -> None:
         self._chosen: dict[str, float] = {}
         self._adapters: dict[str, OrderedDict[str, None]] = {}
+        self._having: dict[str, dict[str, None]] = {}  # the same by adapter
 
     def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
-        costs: list[tuple[float, Load, Held]] = []
+        all_of_them = Candidates.of(replicas)
         adapter = request.adapter
-        home = _highest(adapter, replicas) if adapter else None
-        for replica in replicas:
-            replica.settle(now)
-            held = Held.of(self.reach(request, replica.name, now), request.tokens)
-            cost = (
-                UNCACHED * replica.prices.work(request.tokens, held)
-                + replica.queued
-                + PER_REQUEST * replica.in_flight
-                + replica.context / CONTEXT
-            )
-            if adapter and not self._has(replica, adapter):
-                cost += ADAPTER_LOAD + (replica is not home) * AWAY
-            costs.append((cost, replica, held))
+        home = next(all_of_them.order(adapter)) if adapter else None
+        measured: Iterable[Load] = all_of_them
+        if len(all_of_them) > self.exact:
+            measured = self._likely(request, all_of_them, home, now)
+        costs = self.costs(request, measured, home, now)
         most = min([cost for cost, _, _ in costs]) + NEAR
         near = [entry for entry in costs if entry[0] <= most]
         _, replica, held = min(near, key=lambda entry: self._chosen.get(entry[1].name, 0.0))
         return Choice(replica, held)
+
+    def costs(
+        self, request: RoutingRequest, replicas: Iterable[Load], home: Load | None, now: float
+    ) -> list[tuple[float, Load, Held]]:
+        """The cost of the request at each, and its tokens that each has. home: the replica that its
+        adapter belongs to.
+        """
+        adapter = request.adapter
+        found = []
+        for replica in replicas:
+            replica.settle(now)
+            held = Held.of(self.reach(request, replica.name, now), request.tokens)
+            cost = UNCACHED * replica.prices.work(request.tokens, held) + replica.waiting
+            if adapter and not self._has(replica, adapter):
+                cost += ADAPTER_LOAD + (replica is not home) * AWAY
+            found.append((cost, replica, held))
+        return found
+
+    def _likely(
+        self, request: RoutingRequest, replicas: Candidates[Load], home: Load | None, now: float
+    ) -> Iterable[Load]:
+        """A few replicas, most likely with the cheapest."""
+        found = {it.name: it for it in replicas.least(LEAST, now)}
+        having = [self._having.get(request.adapter, ())] if home else []
+        for names in chain(islice(self.holders(request), REACHES), having):
+            held = [it for name in _some(names) if (it := replicas.named(name))]
+            if len(held) > HOLDERS:
+                held = sorted(held, key=attrgetter("waiting"))[:HOLDERS]
+            found |= {it.name: it for it in held}
+        if home:
+            found[home.name] = home
+        return found.values()
+
+    def holders(self, request: RoutingRequest) -> Iterator[Collection[str]]:
+        """The names of replicas that have something of the prompt: first those that have most."""
+        return iter(())
 
     def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
         """How far the replica's caches reach into the prompt, most likely."""
@@ -195,17 +162,34 @@ class _Cheapest:
             used = self._adapters.setdefault(replica, OrderedDict())
             used[request.adapter] = None
             used.move_to_end(request.adapter)
+            self._having.setdefault(request.adapter, {})[replica] = None
 
     def forget(self, replica: str) -> None:
         self._chosen.pop(replica, None)
-        self._adapters.pop(replica, None)
+        for adapter in self._adapters.pop(replica, ()):
+            self._unload(adapter, replica)
+
+    def _unload(self, adapter: str, replica: str) -> None:
+        having = self._having[adapter]
+        del having[replica]
+        if not having:
+            del self._having[adapter]
 
     def _has(self, replica: Load, adapter: str) -> bool:
         """Whether the replica has the adapter, most likely: it is of those that were used last."""
         used = self._adapters.get(replica.name, OrderedDict())
         while len(used) > replica.adapter_slots:
-            used.popitem(last=False)
+            self._unload(used.popitem(last=False)[0], replica.name)
         return adapter in used
+
+
+def _some(names: Collection[str]) -> Sequence[str]:
+    """A few of the names, not always the same."""
+    every = [*names]
+    if len(every) <= SOME:
+        return every
+    start = random.randrange(len(every))
+    return [*every[start : start + SOME], *every[: max(start + SOME - len(every), 0)]]
 
 
 class PrefixAware(_Cheapest):
@@ -214,6 +198,9 @@ class PrefixAware(_Cheapest):
     def __init__(self, index: PrefixIndex) -> None:
         super().__init__()
         self.index = index
+
+    def holders(self, request: RoutingRequest) -> Iterator[Collection[str]]:
+        return self.index.holders(request.chain)
 
     def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
         return self.index.reach(replica, request.chain, now)
@@ -239,6 +226,9 @@ class Blocks(Protocol):
     def in_memory(self, replica: str, blocks: Mapping[int, Sequence[int]]) -> int | None:
         """How many of them its memory tier has. None where it does not say."""
 
+    def holders(self, blocks: Mapping[int, Sequence[int]]) -> Iterator[Collection[str]]:
+        """The replicas whose engines have something of the prompt: first those that have most."""
+
     def expect(self, replica: str, blocks: Mapping[int, Sequence[int]], now: float) -> None:
         """The replica is about to compute these blocks."""
 
@@ -257,6 +247,13 @@ class KvAware(PrefixAware):
     def __init__(self, index: PrefixIndex, blocks: Blocks) -> None:
         super().__init__(index)
         self.blocks = blocks
+
+    def holders(self, request: RoutingRequest) -> Iterator[Collection[str]]:
+        sent = super().holders(request)
+        if request.blocks is None:
+            return sent
+        reported = self.blocks.holders(request.blocks)
+        return chain(islice(reported, 1), islice(sent, 1), reported, sent)
 
     def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
         sent = super().reach(request, replica, now)
@@ -288,17 +285,9 @@ class Session(_Cheapest):
     def choose(self, request: RoutingRequest, replicas: Sequence[Load], now: float) -> Choice:
         if not request.session:
             return super().choose(request, replicas, now)
-        under_way = sum(replica.in_flight for replica in replicas)
-        bound = max(BATCH, math.ceil(BOUND * (under_way + 1) / len(replicas)))
-        free = [replica for replica in replicas if replica.in_flight < bound]
-        return Choice(_highest(request.session, free))
-
-
-def _highest(key: str, replicas: Sequence[Load]) -> Load:
-    """The replica that something belongs to, by rendezvous hashing."""
-    return max(replicas, key=lambda replica: _weight(key, replica.name))
-
-
-def _weight(key: str, replica: str) -> bytes:
-    # Not Python's hash: routers on other machines, and the next one here, are to agree.
-    return hashlib.blake2b(f"{replica}\0{key}".encode(), digest_size=8).digest()
+        all_of_them = Candidates.of(replicas)
+        mean = all_of_them.in_flight + 1 / len(all_of_them)
+        bound = max(BATCH, math.ceil(BOUND * mean))
+        free = (it for it in all_of_them.order(request.session) if it.in_flight < bound)
+        # In a large fleet the mean is of a moment ago, so that all can have more by now.
+        return Choice(next(free, None) or next(all_of_them.order(request.session)))

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from scripts.harness.wait import until_async
-from serving.router import router
+from serving.router import router, status
 from serving.router.fleet import circuit_breaker, health, replicas
 from serving.router.http import buffers, downstream
 from serving.router.policy.tiers import DEFAULT_PRICES
@@ -1227,6 +1227,29 @@ async def test_what_the_router_says_of_its_replicas():
         series = (await it.client.get("/metrics")).text
         counted = 'slipway_router_requests_total{end="finished",replica="%s",status="200"} 1.0'
         assert sum(counted % replica.url in series for replica in it.fleet) == 1
+
+
+async def test_many_replicas_are_told_in_pages():
+    urls = [f"http://127.0.{n // 250}.{n % 250 + 1}:9" for n in range(2 * status.PAGE + 50)]
+    async with routing(0, wait=False, router_replicas=",".join(urls)) as it:
+        await until_async(lambda: len(it.router.pool.replicas) == len(urls))
+        found, start, sizes = [], 0, []
+        while start is not None:
+            page = (await it.client.get("/replicas", params={"start": start})).json()
+            assert page["count"] == len(urls)
+            sizes.append(len(page["replicas"]))
+            found += [row["replica"] for row in page["replicas"]]
+            start = page["next"]
+        assert sizes == [status.PAGE, status.PAGE, 50]
+        assert sorted(found) == sorted(urls)
+        first = (await it.client.get("/replicas")).json()
+        assert [row["replica"] for row in first["replicas"]] == found[: status.PAGE]
+        beyond = (await it.client.get("/replicas?start=9999")).json()
+        assert (beyond["replicas"], beyond["next"]) == ([], None)
+        for wrong in ("-1", "two", "1.5", "9" * 30):
+            answer = await it.client.get("/replicas", params={"start": wrong})
+            assert answer.status_code == 400
+            assert f"start='{wrong}': is the number" in answer.text
 
 
 async def test_series_of_replicas_that_are_gone_are_gone(monkeypatch, tmp_path):

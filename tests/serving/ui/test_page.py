@@ -379,6 +379,32 @@ async def test_the_router_shows_its_replicas(page):
         await expect(page.get_by_role("link", name="Plan")).to_be_hidden()
 
 
+async def test_a_large_fleet_is_shown_in_pages(page):
+    row = {
+        **{"role": "both", "kept_from_requests": False, "requests_under_way": 0, "detail": ""},
+        **{"prompt_tokens_queued": 0, "models": ["lmi"], "adapters": 0, "kv_cache_tokens": 9},
+        **{"kv_tier_tokens": {}, "state": "ready"},
+    }
+
+    async def page_of(route):
+        start = int((route.request.url.partition("start=")[2]) or 0)
+        rows = [{"replica": f"http://r{n}", **row} for n in range(start, min(start + 200, 250))]
+        told = {"replicas": rows, "warnings": [], "count": 250, "next": None if start else 200}
+        await route.fulfill(body=json.dumps(told))
+
+    async with running() as it:
+        await page.route("**/ui/status*", page_of)
+        await page.route("**/metrics", lambda route: route.fulfill(body=""))
+        await page.goto(f"{it.url}/ui#replicas")
+        await expect(page.get_by_text("1 to 200 of 250")).to_be_visible()
+        await page.get_by_role("button", name="Next").click()
+        await expect(page.get_by_text("201 to 250 of 250")).to_be_visible()
+        await expect(page.get_by_role("row", name="http://r249")).to_be_visible()
+        await page.get_by_role("button", name="First").click()
+        await expect(page.get_by_role("row", name="http://r0", exact=False).first).to_be_visible()
+        await expect(page.get_by_text("1 to 200 of 250")).to_be_visible()
+
+
 async def test_copies_of_one_container_are_shown_with_their_numbers_and_requests(page):
     row = {
         **{"role": "both", "kept_from_requests": False, "requests_under_way": 0, "detail": ""},

@@ -29,7 +29,7 @@ from serving.router import placement
 from serving.router.epp.answer_usage import Usage, UsageReader
 from serving.router.http import buffers
 from serving.router.metrics import CACHED_TOKENS, PROMPT_TOKENS, RETRIES, USAGE
-from serving.router.policy import policies
+from serving.router.policy import candidates
 from tests.collector import collecting
 from tests.gateway import gateway
 from tests.serving.access.test_access import SECRET, bearer, written
@@ -257,7 +257,7 @@ async def test_its_decisions_are_the_proxys(tmp_path, monkeypatch, strategy):
     for fleet in fleets:
         async with fleet as it:
             places = {url: str(n) for n, url in enumerate(sorted(one.url for one in it.fleet))}
-            monkeypatch.setattr(policies, "_weight", by_place(places))
+            monkeypatch.setattr(candidates, "_weight", by_place(places))
             for replica in it.fleet:
                 replica.answer = streamed
             for replica in sorted(it.fleet, key=lambda replica: replica.url)[1:3]:
@@ -275,7 +275,7 @@ async def test_its_decisions_are_the_proxys(tmp_path, monkeypatch, strategy):
     assert tallies[0][0]
 
 
-weight = policies._weight
+weight = candidates._weight
 
 
 def by_place(places: Mapping[str, str]) -> Any:

@@ -230,6 +230,28 @@ def test_ranks_have_caches_of_their_own():
     assert matched(found) == 0
 
 
+def test_who_has_most_of_a_prompt_is_found_without_looking_at_all():
+    found = KvIndex()
+    for n in range(40):
+        found.apply(f"r{n}", 0, stored(TOKENS[:4], [1]))
+    found.apply("r7", 1, stored())
+    found.apply("r9", 0, stored(TOKENS[:8], [1, 2]))
+    deepest, half = found.holders({SIZE: KEYS})
+    assert deepest == {"r7"}
+    assert half == {f"r{n}" for n in range(40)}
+    assert len(found._engines.holders) == 3  # a block is there once
+    found.forget("r7")
+    assert next(found.holders({SIZE: KEYS})) == {"r9"}
+    # A new engine gets the place of one that is gone, and none of its blocks.
+    found.apply("new", 0, stored([1, 2, 3, 4], [5]))
+    assert found.in_engine("new", {SIZE: KEYS}, 0) == 0
+    for n in range(40):
+        found.forget(f"r{n}")
+    found.forget("new")
+    assert not found._engines.holders
+    assert [*found.holders({SIZE: KEYS})] == []
+
+
 def test_a_forgotten_replica_leaves_nothing_behind():
     found = index(stored(), rank=3)
     found.followed.add("a")
@@ -251,8 +273,8 @@ def test_memory_has_an_end_even_where_blocks_are_told_of_again_and_again(monkeyp
     for n in range(1000):
         found.apply("a", 0, stored(range(n, n + 4), [n], lora_name=f"{n}@1"))
         cache = found._ranks["a"][0].engine
-        assert len(cache.held) <= 100
-        assert len(cache._keys) <= 100
+        assert len(cache) <= 100
+        assert len(found._engines.holders) <= 100
         assert len(found._inner) <= 10
     assert matched(found, chain(range(999, 1003), SIZE, ROOT)) == 1
 
@@ -296,5 +318,5 @@ def test_as_an_engine_does_it(steps):
         blocks = +blocks
     rank = found._ranks.get("a", {}).get(0)
     cache = rank.engine if rank else None
-    assert len(cache.held if cache else ()) == len(blocks)
+    assert len(cache or ()) == len(blocks)
     assert sum(cache._more.values() if cache else ()) == sum(blocks.values()) - len(blocks)

@@ -5,19 +5,19 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from serving.router.policy import kv_index
 from serving.router.policy.kv_index import BlockStored, KvIndex
+from serving.router.policy.load import PER_REQUEST, PREFILL_RATE, Load
 from serving.router.policy.policies import (
     ADAPTER_LOAD,
     AWAY,
     BATCH,
     NEAR,
-    PER_REQUEST,
-    PREFILL_RATE,
     KvAware,
-    Load,
     PrefixAware,
     RoundRobin,
     Session,
@@ -251,7 +251,8 @@ def test_an_index_is_as_large_as_the_cache_it_stands_for():
     assert reached(index, "r", chain(system + b"0099" * CHUNK, ""), 100) == 6
     assert reached(index, "r", chain(system + b"0098" * CHUNK, ""), 100) == 6
     assert reached(index, "r", chain(system + b"0097" * CHUNK, ""), 100) == 2
-    assert len(index._caches["r"]._runs) == 10
+    assert index.links == 10
+    assert index.held("r").engine == 10 * CHUNK // 4
     index.insert("r", chain(b"x" * 20 * CHUNK, ""), 101)  # longer than all of it
     assert reached(index, "r", chain(b"x" * 20 * CHUNK, ""), 102) == 10
 
@@ -260,7 +261,57 @@ def test_without_a_size_an_index_is_bounded():
     index = PrefixIndex()
     for n in range(20):
         index.insert("r", chain(b"%04d" % n * CHUNK * 300, ""), n)
-    assert len(index._caches["r"]._runs) == DEFAULT_TOKENS * 4 // CHUNK
+    held = index.held("r").engine
+    assert DEFAULT_TOKENS - CHUNK // 4 < held <= DEFAULT_TOKENS
+    # The run that is partly evicted still has its last links.
+    assert held * 4 // CHUNK <= index.links < held * 4 // CHUNK + 1200
+
+
+def test_a_link_is_there_once_however_many_replicas_have_it():
+    index = PrefixIndex()
+    for n in range(50):
+        index.insert(f"r{n}", chain(b"s" * 20 * CHUNK + b"%04d" % n * CHUNK, ""), n)
+    assert index.links == 20 + 50 * 4
+    for n in range(49):
+        index.forget(f"r{n}")
+    assert index.links == 24
+    index.forget("r49")
+    assert index.links == 0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["r", "s", "t"]),
+            st.lists(st.integers(0, 2), min_size=1, max_size=6),
+            st.booleans(),
+        ),
+        max_size=40,
+    ),
+    st.integers(1, 12),
+)
+def test_no_replica_has_what_it_was_not_sent_nor_more_than_fits(steps, size):
+    """Each step: a replica, the chunks of a prompt, and whether the replica has restarted."""
+    index = PrefixIndex()
+    sent: dict[str, list[list[int]]] = {}
+    for now, (name, chunks, anew) in enumerate(steps):
+        if anew:
+            index.forget(name)
+            sent.pop(name, None)
+        index.resize(name, Capacity(engine=size * CHUNK // 4))
+        text = b"".join(b"%d" % it * CHUNK for it in chunks)
+        asked = chain(text, "")
+        index.insert(name, asked, now)
+        sent.setdefault(name, []).append(asked)
+        assert reached(index, name, asked, now) == min(len(asked), size)
+        for replica, chains in sent.items():
+            assert index.held(replica).engine <= size * CHUNK // 4
+            for known in (it for its in sent.values() for it in its):
+                longest = max(len({*known} & {*it}) for it in chains)  # a link is of all before it
+                assert reached(index, replica, known, now) <= longest
+    for name in [*sent]:
+        index.forget(name)
+    assert index.links == 0
 
 
 def resized(index, **capacity):
@@ -288,7 +339,7 @@ def test_what_an_engine_has_dropped_is_in_its_tiers():
     first = chain(b"0002" * (CHUNK // 4) * 10, "")
     index.insert("r", first, 10)
     assert index.reach("r", first, 11) == in_engine
-    assert len(index._caches["r"]._runs) == 60
+    assert index.links == 60
 
 
 def test_memory_smaller_than_the_engine_has_nothing_more():

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replicas that a request can go to, and in a large fleet the few that are worth a look.
+
+All that is asked of a fleet with a thousand replicas costs about as much as in one with ten.
+"""
+
+import copy
+import hashlib
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush, nlargest
+from typing import Generic, Self, TypeVar, overload
+
+from serving.router.policy.load import Load
+
+EXACT = 32
+"""In a fleet of at most this number of replicas, the cost of each is computed."""
+ALIKE = 300
+"""Loads that differ by less take turns, as policies.NEAR has it."""
+LOOKED_AT = 64
+"""Replicas that are looked at for the least loaded ones, where not all are candidates."""
+TOP = 8
+"""Replicas of a key's order that are kept."""
+MOST_KEYS = 10_000
+"""Keys whose order is kept, some 3 MB."""
+
+L = TypeVar("L", bound=Load)
+
+
+class Board:
+    """Replicas in the order of their load.
+
+    A heap has the loads as they were listed. A load that has grown is noticed when it comes first;
+    a load that has shrunk is reported by lighten().
+    """
+
+    def __init__(self, loads: Iterable[Load]) -> None:
+        self._turns = itertools.count()
+        self._listed: dict[Load, tuple[int, int]] = {}  # what its entry begins with
+        self._heap: list[tuple[int, int, Load]] = []
+        self._lighter: dict[Load, None] = {}
+        self._guesses: list[tuple[float, int, Load]] = []
+        for load in loads:
+            load.board = self
+            self._list(load)
+            if (at := load.settles_at) is not None:
+                self.guess(load, at)
+
+    def lighten(self, load: Load) -> None:
+        """The replica has less to do than before."""
+        self._lighter[load] = None
+
+    def guess(self, load: Load, at: float) -> None:
+        """The replica will have less to do at this time."""
+        heappush(self._guesses, (at, next(self._turns), load))
+
+    def least(self, count: int, among: "Candidates[L]", now: float) -> list[Load]:
+        """So many of the candidates with the least load, or fewer: those that had no turn for
+        longest of those with about the same load.
+        """
+        while self._guesses and self._guesses[0][0] <= now:
+            heappop(self._guesses)[2].settle(now)
+        for load in self._lighter:
+            if load in self._listed and _rank(load) < self._listed[load][0]:
+                self._list(load)
+        self._lighter.clear()
+        found: list[Load] = []
+        seen: list[Load] = []
+        all_of_them = len(among) == len(self._listed)
+        while self._heap and len(found) < count and len(seen) < LOOKED_AT:
+            rank, turn, load = heappop(self._heap)
+            if self._listed[load][1] != turn:
+                continue  # it has a newer entry
+            if _rank(load) > rank:
+                self._list(load)
+                continue
+            seen.append(load)
+            if all_of_them or among.named(load.name):
+                found.append(load)
+        for load in seen:
+            self._list(load)
+        if len(self._heap) > 2 * len(self._listed) + LOOKED_AT:
+            self._heap = [(*entry, load) for load, entry in self._listed.items()]
+            heapify(self._heap)
+        return found
+
+    def _list(self, load: Load) -> None:
+        entry = self._listed[load] = _rank(load), next(self._turns)
+        heappush(self._heap, (*entry, load))
+
+
+def _rank(load: Load) -> int:
+    return int(load.waiting // ALIKE)
+
+
+class Homes:
+    """The order of replicas for a key, by rendezvous hashing: so routers agree without talking, and
+    a replica that comes or goes moves only its share of the keys.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._tops: dict[str, list[str]] = {}
+
+    def order(self, key: str) -> Iterator[str]:
+        """All replicas' names, the one first that something with this key belongs to."""
+        if (top := self._tops.get(key)) is None:
+            if len(self._tops) >= MOST_KEYS:
+                self._tops.clear()
+            top = self._tops[key] = nlargest(TOP, self._names, key=lambda it: _weight(key, it))
+        yield from top
+        if len(self._names) > TOP:
+            ordered = sorted(self._names, key=lambda it: _weight(key, it), reverse=True)
+            yield from ordered[TOP:]
+
+
+def _weight(key: str, replica: str) -> bytes:
+    # Not Python's hash: routers on other machines, and the next one here, are to agree.
+    return hashlib.blake2b(f"{replica}\0{key}".encode(), digest_size=8).digest()
+
+
+class Candidates(Sequence[L], Generic[L]):
+    """The replicas that one kind of request can go to, kept while they stay the same."""
+
+    def __init__(
+        self, loads: Sequence[L], homes: Homes | None = None, board: Board | None = None
+    ) -> None:
+        """homes: of the fleet that these are of, or of others. board: the fleet's."""
+        self._all = loads
+        self._names = {it.name: it for it in loads}
+        self._left: Sequence[L] | None = loads  # None where they are not yet listed
+        self._without: frozenset[str] = frozenset()
+        self._homes = homes or Homes([*self._names])
+        self._board = board
+        # the mean of requests under way, and for how many questions it is good
+        self._mean, self._good_for = 0.0, 0
+
+    @classmethod
+    def of(cls, loads: Sequence[L]) -> "Candidates[L]":
+        """The same."""
+        return loads if isinstance(loads, Candidates) else cls(loads)
+
+    def without(self, tried: Sequence[Load]) -> Self:
+        """All but these."""
+        if not tried or not (gone := {it.name for it in tried} & self._names.keys()):
+            return self
+        left = copy.copy(self)
+        left._without, left._left = self._without | gone, None
+        return left
+
+    def __len__(self) -> int:
+        return len(self._all) - len(self._without)
+
+    def __iter__(self) -> Iterator[L]:
+        return iter(self._listed)
+
+    @overload
+    def __getitem__(self, place: int) -> L: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[L]: ...
+    def __getitem__(self, place: int | slice) -> L | Sequence[L]:
+        return self._listed[place]
+
+    @property
+    def _listed(self) -> Sequence[L]:
+        if self._left is None:
+            self._left = [it for it in self._all if it.name not in self._without]
+        return self._left
+
+    def named(self, name: str) -> L | None:
+        """The one of this name."""
+        return None if name in self._without else self._names.get(name)
+
+    def order(self, key: str) -> Iterator[L]:
+        """Them in the order for a key, its home first."""
+        for name in self._homes.order(key):
+            if it := self.named(name):
+                yield it
+
+    def least(self, count: int, now: float) -> Iterator[L]:
+        """So many with the least load, or about as little."""
+        if self._board is None:
+            self._board = Board(self._all)
+        found = self._board.least(count, self, now)
+        for load in found:
+            if it := self.named(load.name):
+                yield it
+        if len(found) < count:  # they are few in their fleet
+            start = random.randrange(len(self))
+            some = [self[(start + n) % len(self)] for n in range(min(LOOKED_AT, len(self)))]
+            yield from sorted(some, key=lambda it: it.waiting)[:count]
+
+    @property
+    def in_flight(self) -> float:
+        """The mean of requests under way at each, as it was a few choices ago."""
+        if self._good_for == 0:
+            self._mean = sum([it.in_flight for it in self]) / len(self)
+            self._good_for = (len(self) - 1) // EXACT
+        else:
+            self._good_for -= 1
+        return self._mean

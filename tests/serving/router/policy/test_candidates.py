@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large fleets: the few replicas that are measured, and that no choice is much worse for it."""
+
+import random
+
+import pytest
+
+from serving.router.policy.candidates import EXACT, LOOKED_AT, TOP, Board, Candidates, Homes
+from serving.router.policy.load import Load
+from serving.router.policy.policies import (
+    HOLDERS,
+    LEAST,
+    NEAR,
+    REACHES,
+    PrefixAware,
+    Session,
+)
+from serving.router.policy.prefix_index import CHUNK, PrefixIndex, chain
+from serving.router.policy.routing_request import RoutingRequest
+from serving.router.policy.tiers import NOTHING
+
+
+def fleet(count):
+    return [Load(f"r{n}") for n in range(count)]
+
+
+class Counted(PrefixAware):
+    """Counts the replicas that it measures."""
+
+    measured = 0
+
+    def reach(self, request, replica, now):
+        self.measured += 1
+        return super().reach(request, replica, now)
+
+
+@pytest.mark.parametrize("adapter", ["", "poet"])
+@pytest.mark.parametrize("holders", [0, 3, 500])
+def test_as_few_are_measured_of_a_thousand_as_of_ten(adapter, holders):
+    most = LEAST + HOLDERS * (REACHES + 1) + 1
+    for count, limit in ((10, 10), (EXACT, EXACT), (EXACT + 1, most), (1_000, most)):
+        policy = Counted(PrefixIndex())
+        replicas = fleet(count)
+        asked = RoutingRequest(tokens=1_024, chain=chain(b"a" * 8 * CHUNK, ""), adapter=adapter)
+        for it in replicas[:holders]:
+            policy.learn(asked, it.name, 1)
+        policy.choose(asked, Candidates(replicas), 2)
+        assert policy.measured <= limit
+
+
+def test_what_is_chosen_of_many_is_hardly_worse_than_the_best_of_all():
+    draw = random.Random(0)
+    policy = PrefixAware(PrefixIndex())
+    everybody = PrefixAware(policy.index)
+    everybody.exact = 10_000
+    replicas = Candidates(fleet(200))
+    texts = [b"%04d" % n * (CHUNK // 4) * draw.randrange(1, 40) for n in range(100)]
+    under_way = []
+    chosen = best = 0.0
+    for now in range(3_000):
+        text = draw.choice(texts)
+        asked = RoutingRequest(tokens=len(text) // 4, chain=chain(text, ""))
+        some = policy.choose(asked, replicas, now)
+        both = (some.replica, everybody.choose(asked, replicas, now).replica)
+        costs = [cost for cost, *_ in policy.costs(asked, both, None, now)]
+        chosen, best = chosen + costs[0], best + costs[1]
+        policy.learn(asked, some.replica.name, now)
+        under_way.append((some.replica, some.replica.begin(asked.tokens, some.held, True, now)))
+        if len(under_way) > 600:
+            replica, work = under_way.pop(draw.randrange(len(under_way)))
+            replica.end(work)
+    assert chosen <= 1.02 * best
+
+
+def test_the_board_has_the_least_loaded_first():
+    loads = fleet(100)
+    for n, load in enumerate(loads):
+        load.queued = n * NEAR
+    board, all_of_them = Board(loads), Candidates(loads)
+    assert board.least(3, all_of_them, 0) == loads[:3]
+    loads[0].queued = 50 * NEAR  # it is seen when it comes first
+    assert board.least(2, all_of_them, 0) == loads[1:3]
+    work = loads[9].begin(0, NOTHING, True, 0)
+    loads[9].queued = 0
+    loads[9].end(work)  # it says so itself
+    assert board.least(1, all_of_them, 0) == [loads[9]]
+    # Of those with about the same load each has its turn.
+    for load in loads:
+        load.queued = 0
+        board.lighten(load)
+    turns = [board.least(10, all_of_them, 0) for _ in range(10)]
+    assert {it for turn in turns for it in turn} == {*loads}
+
+
+def test_the_board_knows_when_a_guess_comes_true():
+    loads = fleet(50)
+    board, all_of_them = Board(loads), Candidates(loads)
+    for load in loads[1:]:
+        load.queued = 10_000
+    loads[0].begin(100_000, NOTHING, False, 0)
+    assert loads[0] not in board.least(5, all_of_them, 0)
+    at = loads[0].settles_at
+    assert at is not None
+    loads[0].context = 0
+    assert board.least(1, all_of_them, at + 1) == [loads[0]]
+    # A new board, as the fleet's change makes one, knows of the guesses that there are.
+    loads[0].begin(100_000, NOTHING, False, at + 1)
+    again = Board(loads)
+    later = loads[0].settles_at
+    assert later is not None
+    loads[0].context = 0
+    assert again.least(1, all_of_them, later + 1) == [loads[0]]
+
+
+def test_the_board_does_not_grow():
+    loads = fleet(50)
+    board, all_of_them = Board(loads), Candidates(loads)
+    for n in range(5_000):
+        load = loads[n % 50]
+        load.queued = (n * 7919 % 13) * NEAR
+        board.lighten(load)
+        board.least(2, all_of_them, n)
+    assert len(board._heap) <= 3 * 50 + 2 * LOOKED_AT
+    assert not board._lighter
+
+
+def test_candidates_that_are_few_in_their_fleet_are_found():
+    loads = fleet(1_000)
+    board = Board(loads)
+    some = Candidates(loads[960:], board=board)
+    for load in loads[961:]:
+        load.queued = 5_000
+    assert next(iter(some.least(4, 0))) in loads[960:]
+    assert len({it.name for it in some.least(4, 0)}) == 4
+
+
+def test_candidates_without_some():
+    loads = fleet(5)
+    all_of_them = Candidates(loads)
+    assert all_of_them.without([]) is all_of_them
+    assert all_of_them.without([Load("other")]) is all_of_them
+    left = all_of_them.without(loads[:2]).without([loads[4]])
+    assert [*left] == loads[2:4] == [left[0], left[1]]
+    assert len(left) == 2
+    assert left.named("r0") is None
+    assert left.named("r2") is loads[2]
+    assert [*left.order("key")] == [it for it in all_of_them.order("key") if it in left]
+    assert [*all_of_them] == loads
+
+
+def test_an_order_goes_on_beyond_what_is_kept():
+    names = [f"r{n}" for n in range(4 * TOP)]
+    homes = Homes(names)
+    order = [*homes.order("key")]
+    assert sorted(order) == sorted(names)
+    assert [*homes.order("key")] == order
+    # One that goes takes nothing with it.
+    assert [*Homes([it for it in names if it != order[1]]).order("key")] == [order[0], *order[2:]]
+
+
+def test_a_session_finds_a_place_where_the_mean_is_old():
+    loads = fleet(100)
+    replicas = Candidates(loads)
+    policy, asked = Session(), RoutingRequest(session="me")
+    home = policy.choose(asked, replicas, 0).replica
+    for load in loads:
+        load.in_flight = 1_000
+    assert policy.choose(asked, replicas, 0).replica is home
