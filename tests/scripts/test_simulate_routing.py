@@ -297,8 +297,8 @@ def test_what_is_compared_apart(capsys, monkeypatch):
 
 def test_a_large_fleet_regrets_little(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["simulate", "--large", "40", "--quick"])
-    monkeypatch.setattr(large, "cases", lambda size, requests: {"hot": some})
     some = replace(document_case(8000, 10, 8 * 40, 300, hot=0.5), replicas=40)
+    monkeypatch.setattr(large, "cases", lambda size, requests: {"hot": some})
     routing_sim.main()
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[:3] for row in rows[1:3]] == [["hot", "40", "all"], ["hot", "40", "some"]]

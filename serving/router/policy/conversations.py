@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from serving.router.policy.candidates import Candidates
-from serving.router.policy.load import PER_REQUEST, Load
+from serving.router.policy.load import Load
 from serving.router.policy.policies import (
-    CONTEXT,
     NEAR,
     UNCACHED,
     Choice,
@@ -116,9 +115,4 @@ class Conversations:
 def _cost(request: RoutingRequest, choice: Choice) -> float:
     """The cost of the request at a replica, as the strategies count it, without adapters."""
     replica = choice.replica
-    return (
-        UNCACHED * replica.prices.work(request.tokens, choice.held)
-        + replica.queued
-        + PER_REQUEST * replica.in_flight
-        + replica.context / CONTEXT
-    )
+    return UNCACHED * replica.prices.work(request.tokens, choice.held) + replica.waiting

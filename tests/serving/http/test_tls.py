@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import httpx
 import pytest
@@ -127,8 +128,8 @@ async def test_the_router_speaks_tls_both_ways(files, folders, tmp_path):
     ca = str(tmp_path / "ca.pem")
     async with running(wait=False, **files) as server:
         replica = server.url.replace("http://127.0.0.1", "https://localhost")
-        options = {"router_replicas": replica, "router_ca_file": ca}
-        async with routing(0, wait=False, **options, **files) as it:
+        options: dict[str, Any] = {"router_replicas": replica, "router_ca_file": ca}
+        async with routing(0, wait=False, **{**options, **files}) as it:
             await until_async(lambda: it.router.pool.ready)
             async with client(it, ca) as asking:
 

@@ -32,6 +32,7 @@ def child(part):
     settings = part.deployment.plan.settings
 
     async def start(note):
+        assert settings.model_folder
         fault = settings.model_folder / "FAULT"
         if fault.exists():
             raise EngineError(fault.read_text())

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,7 +28,7 @@ async def test_all_ways_are_encrypted(files, tmp_path, own):
     gateways have it by default; or with one that is.
     """
     ca, port = tmp_path / "ca.pem", ports.free()
-    options = {"epp_certificate": "self-signed"}
+    options: dict[str, Any] = {"epp_certificate": "self-signed"}
     if not own:
         options = {
             "epp_certificate": files["tls_cert_file"],
