@@ -13,7 +13,7 @@ from typing import Protocol
 from scripts.routing_sim.model import BLOCK, Profile, Request, block_tokens
 from scripts.routing_sim.tiers import Tiers
 from serving.router.policy.kv_index import BlockRemoved, BlockStored
-from serving.router.policy.load import Load, Work
+from serving.router.policy.replica_load import Load, Work
 
 BUDGET, SEATS = 8192, 256
 """Prompt tokens of a step, and sequences that run at once, at most."""

@@ -12,9 +12,9 @@ from scripts.routing_sim.tiers import Shared, Tiers
 from serving.router.policy import phases
 from serving.router.policy.candidates import Candidates
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
-from serving.router.policy.load import Load
 from serving.router.policy.policies import Choice, Policy
 from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.replica_load import Load
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 
 EVENTS_S = 0.005

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from scripts.routing_sim.model import BLOCK, Prompt
 from serving.router.policy import policies
 from serving.router.policy.kv_index import KvIndex
-from serving.router.policy.load import Load
 from serving.router.policy.policies import Choice, Policy, Session
 from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Held
 

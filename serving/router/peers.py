@@ -19,7 +19,7 @@ import msgspec
 from serving.access.signed_identity import new_name
 from serving.router.fleet.health import Seen
 from serving.router.fleet.replicas import Replica
-from serving.router.policy.load import Share
+from serving.router.policy.replica_load import Share
 from serving.router.policy.routing_request import RoutingRequest
 from serving.waiting.held import HeldQueue
 

@@ -38,8 +38,8 @@ from serving.router.peers import Peers
 from serving.router.policy import phases
 from serving.router.policy.candidates import Candidates
 from serving.router.policy.conversations import Conversations
-from serving.router.policy.load import PER_REQUEST, Work
 from serving.router.policy.policies import Choice, Policy
+from serving.router.policy.replica_load import PER_REQUEST, Work
 from serving.router.policy.routing_request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
 from serving.router.retry import RetryBudget

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from scripts.bench.agents.sessions import CHUNK, Maker, Session, Turn, known_first
 from serving.cache_hints.intent import CacheIntent
 from serving.router.policy.conversations import Conversations
-from serving.router.policy.load import Load
 from serving.router.policy.policies import Policy, PrefixAware, RoundRobin
 from serving.router.policy.policies import Session as SessionPolicy
 from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Capacity
 

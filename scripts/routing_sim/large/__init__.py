@@ -18,9 +18,9 @@ from scripts.routing_sim.model import REPLICAS, Case
 from scripts.routing_sim.report import line, percentile
 from scripts.routing_sim.workloads import adapters_case, document_case, unshared_case
 from serving.router.policy.candidates import Candidates
-from serving.router.policy.load import Load
 from serving.router.policy.policies import Choice, PrefixAware
 from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 
 SIZES = (100, 300)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 
-from serving.router.policy.load import ADAPTERS
+from serving.router.policy.replica_load import ADAPTERS
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 
 

@@ -18,7 +18,7 @@ from serving.router.fleet.circuit_breaker import CircuitBreaker, longest_still
 from serving.router.fleet.facts import Facts
 from serving.router.http.upstream import IdleConnections, Upstream
 from serving.router.policy.candidates import EXACT, Board, Candidates, Homes
-from serving.router.policy.load import PREFILL_RATE, Load, Share
+from serving.router.policy.replica_load import PREFILL_RATE, Load, Share
 from serving.router.policy.tiers import Capacity
 
 log = logging.getLogger(__name__)

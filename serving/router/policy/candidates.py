@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, nlargest
 from typing import Generic, Self, TypeVar, overload
 
-from serving.router.policy.load import Load
+from serving.router.policy.replica_load import Load
 
 EXACT = 32
 """In a fleet of at most this number of replicas, the cost of each is computed."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from serving.router.policy.candidates import Candidates
-from serving.router.policy.load import Load
 from serving.router.policy.policies import (
     NEAR,
     UNCACHED,
@@ -21,6 +20,7 @@ from serving.router.policy.policies import (
     PrefixAware,
 )
 from serving.router.policy.prefix_index import TOKENS
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 
 LIMIT = 50_000

@@ -3,8 +3,8 @@
 
 from collections.abc import Sequence
 
-from serving.router.policy.load import Load
 from serving.router.policy.policies import Choice, Policy
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 
 LONGER = 2.0

@@ -13,8 +13,8 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from serving.router.policy.candidates import EXACT, Candidates
-from serving.router.policy.load import Load
 from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import NOTHING, NOWHERE, Held, Reach
 

@@ -11,7 +11,7 @@ import pytest
 from scripts.harness.wait import until_async
 from serving.router.fleet import health
 from serving.router.fleet.facts import read
-from serving.router.policy.load import ADAPTERS
+from serving.router.policy.replica_load import ADAPTERS
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity
 from tests.serving.router.conftest import FakeReplica, routing, whole
 

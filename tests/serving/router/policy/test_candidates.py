@@ -6,7 +6,6 @@ import random
 import pytest
 
 from serving.router.policy.candidates import EXACT, LOOKED_AT, TOP, Board, Candidates, Homes
-from serving.router.policy.load import Load
 from serving.router.policy.policies import (
     HOLDERS,
     LEAST,
@@ -16,6 +15,7 @@ from serving.router.policy.policies import (
     Session,
 )
 from serving.router.policy.prefix_index import CHUNK, PrefixIndex, chain
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import NOTHING
 

@@ -8,9 +8,9 @@ import pytest
 from serving.cache_hints.intent import digest
 from serving.router.policy import conversations, policies
 from serving.router.policy.conversations import Conversations
-from serving.router.policy.load import Load
 from serving.router.policy.policies import PrefixAware, RoundRobin, Session
 from serving.router.policy.prefix_index import TOKENS, PrefixIndex
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RequestReader
 from serving.router.policy.tiers import Capacity
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from serving.router.policy import kv_index
 from serving.router.policy.kv_index import BlockStored, KvIndex
-from serving.router.policy.load import PER_REQUEST, PREFILL_RATE, Load
 from serving.router.policy.policies import (
     ADAPTER_LOAD,
     AWAY,
@@ -23,6 +22,7 @@ from serving.router.policy.policies import (
     Session,
 )
 from serving.router.policy.prefix_index import CHUNK, DEFAULT_TOKENS, TTL_S, PrefixIndex, chain
+from serving.router.policy.replica_load import PER_REQUEST, PREFILL_RATE, Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Capacity, Held, Prices, Reach, described
 
