@@ -164,7 +164,7 @@ make_anew() { uv venv --quiet --clear --python 3.11 "$venv" && install "${locks[
 # name_model VERB ARGUMENT...: where these, variables and files name no model, take the default one.
 name_model() {
     local model
-    model=$(PYTHONPATH=$root "${SLIPWAY_PYTHON:-python3}" -P -m scripts.models.default "$@")
+    model=$(PYTHONPATH=$root "${SLIPWAY_PYTHON:-python3}" -P -m tests.support.models.default "$@")
     if [ -n "$model" ]; then export OPTION_MODEL_ID=$model; fi
 }
 

@@ -5,8 +5,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from scripts.harness.wait import until
-from scripts.hyperpod_local.operator import Operator
+from tests.support.harness.wait import until
+from tools.hyperpod_local.operator import Operator
 
 
 @contextlib.contextmanager

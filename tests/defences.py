@@ -415,8 +415,8 @@ DEFENCES: Mapping[str, Removed] = {
     ),
     "A web page, or another user of the machine, runs programs with the stand-in for "
     "SageMaker": Removed(
-        "tests/scripts/test_sagemaker_local.py::test_another_body_or_key_or_time_is_refused",
-        {"scripts.sagemaker_local.server:check_signature": nothing},
+        "tests/tools/test_sagemaker_local.py::test_another_body_or_key_or_time_is_refused",
+        {"tools.sagemaker_local.server:check_signature": nothing},
     ),
     "Keys in logs, errors or files": Removed(
         f"{ACCESS}test_keys.py::test_what_a_file_cannot_say",

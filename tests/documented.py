@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-_FILES = (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").rglob("*.md"))
+_FILES = (
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(it for of in ("scripts", "tools") for it in (ROOT / of).rglob("*.md")),
+)
 PAGES = {str(it.relative_to(ROOT)): it.read_text() for it in sorted(_FILES)}
 """Path → text."""
 _FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

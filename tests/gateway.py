@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.harness import ports
-from scripts.harness.process import Program
-from scripts.harness.wait import until
-from tests import tools
+from tests.support import programs
+from tests.support.harness import ports
+from tests.support.harness.process import Program
+from tests.support.harness.wait import until
 
 TYPES = "type.googleapis.com/envoy."
 HTTP = TYPES + "extensions.filters.http."
@@ -195,7 +195,14 @@ def gateway(
         **processing,
     )
     file.write_text(json.dumps(found))
-    command = [str(tools.envoy()), "-c", str(file), "--concurrency", "1", "--disable-hot-restart"]
+    command = [
+        str(programs.envoy()),
+        "-c",
+        str(file),
+        "--concurrency",
+        "1",
+        "--disable-hot-restart",
+    ]
     program = Program(*command, log=folder / "envoy.log", port=listen)
     with program:
         until(lambda: program.listens() or program.process.poll() is not None)

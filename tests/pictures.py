@@ -21,12 +21,12 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from scripts.harness import ports
-from scripts.harness.process import ROOT, ROUTE, SERVE, Program
-from scripts.harness.wait import until
-from scripts.models import tiny, tiny_lora
 from serving.access import keys
-from tests.tools import chromium
+from tests.support.harness import ports
+from tests.support.harness.process import ROOT, ROUTE, SERVE, Program
+from tests.support.harness.wait import until
+from tests.support.models import tiny, tiny_lora
+from tests.support.programs import chromium
 
 ADMIN = "the-key-of-the-operator"
 TEAMS = {"search": "", "support": "support-tone", "batch": ""}

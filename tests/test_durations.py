@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scripts.harness.process import ROOT
+from tests.support.harness.process import ROOT
 
 STARTS = (
     "import subprocess, sys\n\n\ndef test_it():\n    subprocess.run([sys.executable, '-c', ''])\n"

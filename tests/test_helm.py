@@ -15,10 +15,9 @@ import pytest
 import yaml
 
 from lmi_config.options.parsers import Endpoints, replica_source
-from scripts.generate import helm_values
-from scripts.release import version
 from serving.access import objectives
-from tests import custom_resources, tools
+from tests import custom_resources
+from tests.support import programs
 from tests.test_kubernetes import (
     MANIFESTS,
     ROOT,
@@ -27,6 +26,8 @@ from tests.test_kubernetes import (
     parts,
     templates,
 )
+from tools.generate import helm_values
+from tools.release import version
 
 CHART = ROOT / "deploy/helm/slipway"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
@@ -35,7 +36,7 @@ NEW_VOLUMES = {"oci.yaml"}
 
 
 def helm(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    command = [str(tools.helm()), *map(str, arguments)]
+    command = [str(programs.helm()), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 

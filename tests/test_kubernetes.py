@@ -2,7 +2,7 @@
 """The manifests: valid by the schemas, at one with each other, and with what the programs do.
 
 Objects of Kubernetes' own are held against its schemas, and those of operators against theirs
-(custom_resources.py; HyperPod's in scripts/hyperpod_local). Pods in them are Kubernetes' again.
+(custom_resources.py; HyperPod's in tools/hyperpod_local). Pods in them are Kubernetes' again.
 """
 
 import asyncio
@@ -26,8 +26,6 @@ from lmi_config.options.declared import Settings
 from lmi_config.options.parsers import Endpoints, replica_source
 from lmi_config.plan import shared_store, vllm
 from lmi_config.plan.devices.parallelism import copies
-from scripts.hyperpod_local import manifest
-from scripts.hyperpod_local.manifest import ManifestError
 from serving.access.access import Access
 from serving.api.app import create_app
 from serving.api.backend import Backend
@@ -38,6 +36,8 @@ from serving.router.http.buffers import Buffers
 from serving.router.http.forwarded_request import Request
 from serving.router.router import Router
 from tests import custom_resources
+from tools.hyperpod_local import manifest
+from tools.hyperpod_local.manifest import ManifestError
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy/kubernetes"

@@ -31,7 +31,7 @@ def modules(folder: str) -> dict[str, Path]:
 
 SERVING = modules("serving")
 CONFIGURATION = modules("lmi_config")
-SCRIPTS = modules("scripts")
+TOOLS = modules("tools")
 ROOMS = SERVING | CONFIGURATION
 EVERY = ROOMS | modules("handlers")
 GROUND = ("serving", "serving.router")
@@ -83,7 +83,7 @@ def test_every_room_is_on_a_floor_and_arrows_point_down():
 
 def test_rooms_are_small():
     count: dict[Path, int] = {}
-    for file in (ROOMS | SCRIPTS).values():
+    for file in (ROOMS | TOOLS).values():
         count[file.parent] = count.get(file.parent, 0) + 1
     assert {folder: n for folder, n in count.items() if n > MOST} == {}
 
@@ -111,9 +111,7 @@ def test_a_library_is_used_in_its_room_only(library, home):
     assert {it for it in users if not it.startswith(home)} == set()
 
 
-OF_SCRIPTS = {
-    "harness": set(),
-    "models": set(),
+OF_TOOLS = {
     "bench": {"harness", "models"},
     "ceiling": {"bench", "harness", "models"},  # plain vLLM, as the benchmarks start it
     "chaos": {"harness", "models"},
@@ -126,40 +124,43 @@ OF_SCRIPTS = {
     "rehearsal": set(),
     "release": set(),
 }
-"""Room of scripts/ → the others that it may use."""
+"""Room of tools/ → the others that it may use, and those of tests/support/."""
 
 
-def test_rooms_of_scripts_stand_on_the_harness_and_not_on_each_other():
-    for file in (ROOT / "scripts").rglob("*.py"):
-        here = file.relative_to(ROOT / "scripts").parts[0]
-        used = {tuple(it.split(".")[:2]) for it in imported(file)}
-        assert not [it for it in used if it[0] == "tests"], file
-        others = {it[1] for it in used if it[0] == "scripts"} - {here}
-        assert others <= OF_SCRIPTS[here], file
+def test_rooms_of_tools_stand_on_the_harness_and_not_on_each_other():
+    for file in (ROOT / "tools").rglob("*.py"):
+        here = file.relative_to(ROOT / "tools").parts[0]
+        used = {tuple(it.split(".")) for it in imported(file)}
+        of_tests = {it for it in used if it[0] == "tests"}
+        assert all(it[1] == "support" for it in of_tests), file
+        others = {it[1] for it in used if it[0] == "tools"} - {here}
+        assert others | {it[2] for it in of_tests} <= OF_TOOLS[here], file
 
 
 STARTS_PROCESSES = {"Popen", "create_subprocess_exec", "create_subprocess_shell"}
 MAY_START_PROCESSES = {
-    "scripts.sagemaker_local.container",  # SageMaker's part: it runs containers
-    "scripts.chaos.watch",  # a client
-    "scripts.ceiling.profile",  # py-spy, which looks at a server
-    "scripts.engines.trial",  # pytest
+    "tools.sagemaker_local.container",  # SageMaker's part: it runs containers
+    "tools.chaos.watch",  # a client
+    "tools.ceiling.profile",  # py-spy, which looks at a server
+    "tools.engines.trial",  # pytest
 }
 
 
 def test_only_the_harness_starts_servers():
     found = {
         module
-        for module, file in SCRIPTS.items()
+        for module, file in (TOOLS | modules("tests/support")).items()
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in STARTS_PROCESSES
     }
-    assert {it for it in found if not it.startswith("scripts.harness.")} == MAY_START_PROCESSES
+    assert {
+        it for it in found if not it.startswith("tests.support.harness.")
+    } == MAY_START_PROCESSES
 
 
-def test_rooms_of_scripts_are_described():
+def test_rooms_of_tools_are_described():
     table = ARCHITECTURE.partition("\n## Modules\n")[2].partition("\n## ")[0]
-    assert {*re.findall(r"^\| `scripts/(\w+)/` \|", table, re.MULTILINE)} == {*OF_SCRIPTS}
+    assert {*re.findall(r"^\| `tools/(\w+)/` \|", table, re.MULTILINE)} == {*OF_TOOLS}
 
 
 def texts(file: Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from scripts.models import tiny, tiny_lora
+from tests.support.models import tiny, tiny_lora
 
 
 def make(bucket: Path) -> None:

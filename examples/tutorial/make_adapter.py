@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from scripts.models import default, tiny_lora
+from tests.support.models import default, tiny_lora
 
 FORMATTER = """\
 from djl_python.output_formatter import output_formatter

@@ -138,7 +138,7 @@ LITERAL = Names()
 
 @cache
 def _vllms() -> Mapping[str, Any]:
-    """Return the data that scripts/generate/vllm_adapters.py writes, with vLLM's architectures."""
+    """Return the data that tools/generate/vllm_adapters.py writes, with vLLM's architectures."""
     adapters = json.loads(Path(__file__).with_name("vllm_adapters.json").read_text())
     return {**adapters, "known": vllm_models()["known"]}
 

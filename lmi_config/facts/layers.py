@@ -221,7 +221,7 @@ def _sliding(config: Numbers, layers: int, window: int) -> Attention:
 
 @cache
 def vllm_models() -> Mapping[str, frozenset[str]]:
-    """The architectures that vLLM serves, by their peculiarities; scripts/generate writes the
+    """The architectures that vLLM serves, by their peculiarities; tools/generate writes the
     file.
     """
     file = Path(__file__).with_name("vllm_models.json")

@@ -30,7 +30,7 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 
 @functools.cache
 def _words() -> frozenset[str]:
-    """vLLM's own, in lower case (scripts/generate/vllm_words.py)."""
+    """vLLM's own, in lower case (tools/generate/vllm_words.py)."""
     return frozenset(Path(__file__).with_name("vllm_words.txt").read_text().split())
 
 

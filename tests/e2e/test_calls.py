@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of vLLM's serving objects: the same answers as through its HTTP app, event by event, and
-the ends of a call. In front of an engine that computes nothing (scripts/ceiling/engine.py).
+the ends of a call. In front of an engine that computes nothing (tools/ceiling/engine.py).
 """
 
 import asyncio
@@ -22,9 +22,6 @@ from vllm.parser import ParserManager
 from handlers import lmi
 from handlers.records import Step
 from lmi_config.plan import vllm as plan
-from scripts.ceiling.engine import QuickNoModel
-from scripts.harness.wait import until_async
-from scripts.models import tiny
 from serving.cancellation import Cancellation, ClientLeft
 from serving.engine import vllm
 from serving.engine.base import Call, Usage
@@ -32,6 +29,9 @@ from serving.engine.patches.engine_core import plugin
 from serving.engine.vllm_errors import from_engine
 from serving.errors import NotReady, ServingError, TimedOut, shape
 from tests.serving.engine import vllms_app
+from tests.support.harness.wait import until_async
+from tests.support.models import tiny
+from tools.ceiling.engine import QuickNoModel
 
 TRIES, LAST_TRIES = 2, 60
 """Of an answer and the same from vLLM's app: tokens that come close together may share an event.

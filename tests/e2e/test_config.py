@@ -11,11 +11,11 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from lmi_config.plan import compile_cache
-from scripts.harness.wait import until
-from scripts.models import tiny
 from serving import folders
 from tests.cgroups import killed, limited
 from tests.e2e.conftest import serving
+from tests.support.harness.wait import until
+from tests.support.models import tiny
 
 GIB = 1024**3
 LIMIT = 6 * GIB

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from scripts.ceiling.engine import QuickNoModel
-from scripts.models import tiny_lora
 from tests.e2e.test_calls import running
 from tests.serving.engine import contract
+from tests.support.models import tiny_lora
+from tools.ceiling.engine import QuickNoModel
 
 ADAPTER = "one@1"
 ENGINES: dict[str, dict[str, Any]] = {

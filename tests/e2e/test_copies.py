@@ -12,10 +12,10 @@ import psutil
 import pytest
 import yaml
 
-from scripts.harness import metrics
-from scripts.harness.wait import until
-from scripts.models import tiny_lora
 from tests.e2e.conftest import ROOT, START_S, serving
+from tests.support.harness import metrics
+from tests.support.harness.wait import until
+from tests.support.models import tiny_lora
 
 PATHS = yaml.safe_load((ROOT / "docs/reference/openapi.yaml").read_text())["paths"]
 METHODS = ("get", "post", "put", "delete")

@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from scripts.harness.wait import until
 from tests.e2e.conftest import START_S, serving
+from tests.support.harness.wait import until
 
 pytestmark = pytest.mark.nightly
 

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.models import tiny_lora
 from serving.engine.vllm import VllmEngine
 from serving.errors import ServingError
 from tests.fake_engine import FakeEngine
 from tests.serving.conftest import running
+from tests.support.models import tiny_lora
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 FEW = {"max_tokens": 2, "temperature": 0}

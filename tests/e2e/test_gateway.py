@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
-from scripts.harness import metrics, ports
-from scripts.harness.process import cpu_seconds
-from scripts.harness.wait import until
-from scripts.models import tiny_lora
 from tests.e2e.conftest import Served, serving
 from tests.gateway import gateway
+from tests.support.harness import metrics, ports
+from tests.support.harness.process import cpu_seconds
+from tests.support.harness.wait import until
+from tests.support.models import tiny_lora
 
 DOCUMENTS, QUESTIONS = 12, 4
 SENTENCE = "The import statement is one of many that bind names. "

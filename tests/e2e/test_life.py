@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from scripts.harness.process import STOP_S
-from scripts.harness.wait import until
 from tests.collector import collecting
 from tests.e2e.conftest import START_S, serving
+from tests.support.harness.process import STOP_S
+from tests.support.harness.wait import until
 
 
 def lines(log):
@@ -276,14 +276,14 @@ def test_ctrl_c_reaches_the_whole_group_and_still_loses_nothing(tiny_options, tm
 
 
 def test_vllms_options_are_the_listed_ones():
-    from scripts.generate import vllm_options
+    from tools.generate import vllm_options
 
     assert vllm_options.PATH.read_text() == vllm_options.text()
     assert json.loads(vllm_options.ENVIRONMENT.read_text()) == vllm_options.variables()
 
 
 def test_vllms_words_are_the_listed_ones():
-    from scripts.generate import vllm_words
+    from tools.generate import vllm_words
 
     assert vllm_words.PATH.read_text() == vllm_words.text()
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from lmi_config.options import arguments, settings
-from scripts.models import tiny
 from tests.e2e.conftest import PYTHON, ROOT, serving
+from tests.support.models import tiny
 
 MOUNT = "/opt/ml/model"
 """Where a container sees its model; what begins with it is the tiny model's folder here."""

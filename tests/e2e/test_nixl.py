@@ -10,12 +10,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from scripts.harness import metrics, ports
-from scripts.harness.wait import until
-from scripts.models import tiny_lora
 from tests.e2e.conftest import Served, serving
 from tests.e2e.test_prefill import GREEDY, LEAST, ask, handed_over, prompt
 from tests.serving.access.test_access import ADMIN, SECRET, bearer
+from tests.support.harness import metrics, ports
+from tests.support.harness.wait import until
+from tests.support.models import tiny_lora
 
 CONNECTOR = {
     "kv_connector": "NixlConnector",

@@ -7,8 +7,8 @@ import json
 import httpx
 import pytest
 
-from scripts.harness.wait import until
 from tests.e2e.conftest import serving
+from tests.support.harness.wait import until
 
 SEQUENCES = 8
 SHARE = 10  # that many, and a quarter more

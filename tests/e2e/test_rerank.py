@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from scripts.models import tiny_reranker
 from serving.access import keys
 from serving.protocol import RERANK_PATHS, SCORE_PATHS
 from tests.e2e.conftest import serving
 from tests.e2e.test_router import routing
 from tests.e2e.test_security import Pings
+from tests.support.models import tiny_reranker
 
 QUERY = "How is a module imported?"
 DOCUMENTS = ["The import statement finds a module.", "A class is made.", "Numbers are added."]

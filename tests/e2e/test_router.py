@@ -21,12 +21,12 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as text_parser
 
-from scripts.harness import ports
-from scripts.harness.wait import until
-from scripts.models import tiny, tiny_lora
 from tests import agents
 from tests.collector import collecting
 from tests.e2e.conftest import Served, serving
+from tests.support.harness import ports
+from tests.support.harness.wait import until
+from tests.support.models import tiny, tiny_lora
 
 WORDS = "".join(f"import statement {n}. " for n in range(60))  # two blocks
 

@@ -13,14 +13,14 @@ import boto3
 import pytest
 
 from examples.sagemaker import make_adapters
-from scripts.harness.process import AS_ENTRYPOINT_SH
-from scripts.harness.wait import until
-from scripts.models import formatter, tiny_lora
-from scripts.sagemaker_local.server import running
-from scripts.sagemaker_local.wire import Key
 from tests import agents
 from tests.e2e.conftest import ROOT, START_S, serving, warm_python
 from tests.e2e.test_tools import TASK, TEMPLATE, strict
+from tests.support.harness.process import AS_ENTRYPOINT_SH
+from tests.support.harness.wait import until
+from tests.support.models import formatter, tiny_lora
+from tools.sagemaker_local.server import running
+from tools.sagemaker_local.wire import Key
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_every_rule_of_the_contract_is_kept(tiny_options, tmp_path):
         served.ready()
         ended = subprocess.run(
             [
-                *(sys.executable, "-m", "scripts.sagemaker_local", "check", served.url),
+                *(sys.executable, "-m", "tools.sagemaker_local", "check", served.url),
                 *(f"--adapter={adapter}", f"--pid={served.process.pid}", "--json"),
             ],
             capture_output=True,

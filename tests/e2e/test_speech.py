@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from scripts.models import tiny_whisper
 from serving.protocol import AUDIO_PATHS, TRANSCRIPTIONS
 from tests.e2e.conftest import serving
 from tests.e2e.test_security import Pings
+from tests.support.models import tiny_whisper
 
 RATE = 16_000
 

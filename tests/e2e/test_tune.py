@@ -9,10 +9,10 @@ import subprocess
 
 import yaml
 
-from scripts.harness.process import AS_ENTRYPOINT_SH, ROOT
-from scripts.harness.wait import until
-from scripts.models import tiny
 from tests.e2e.conftest import warm_python
+from tests.support.harness.process import AS_ENTRYPOINT_SH, ROOT
+from tests.support.harness.wait import until
+from tests.support.models import tiny
 
 WORKLOAD = {"isl": 32, "osl": 8, "concurrency": [2], "request_count": 8}
 

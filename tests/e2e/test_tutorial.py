@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.harness import ports
-from scripts.harness.process import ROOT
 from tests import documented
 from tests.e2e.conftest import PYTHON, serving
 from tests.e2e.test_docs import shape
+from tests.support.harness import ports
+from tests.support.harness.process import ROOT
 
 FOLDER = "docs/start/tutorial/"
 PAGES = ("model", "adapter", "kv_tiers", "router", "keys metrics", "sagemaker")
@@ -43,7 +43,16 @@ class Terminals:
             "OPTION_MODEL_ID": options["OPTION_MODEL_ID"],
             "SLIPWAY_PYTHON": sys.executable,  # as scripts/sagemaker sets it
         }
-        for name in (".venv", "scripts", "examples", "serving", "lmi_config", "entrypoint.sh"):
+        for name in (
+            ".venv",
+            "scripts",
+            "tools",
+            "tests",
+            "examples",
+            "serving",
+            "lmi_config",
+            "entrypoint.sh",
+        ):
             (folder / name).symlink_to(ROOT / name)
 
     def moved(self, line: str) -> str:
@@ -73,7 +82,7 @@ class Terminals:
 
     def stand_in(self, words: list[str], shown: str) -> None:
         port = ports.free()
-        command = [sys.executable, "-m", "scripts.sagemaker_local", *words, "--port", str(port)]
+        command = [sys.executable, "-m", "tools.sagemaker_local", *words, "--port", str(port)]
         process = self.stack.enter_context(
             subprocess.Popen(
                 command, cwd=self.folder, stdout=subprocess.PIPE, text=True, env=self.environ

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from scripts.models import tiny_lora
 from tests.e2e.conftest import serving
-from tests.tools import chromium
+from tests.support.models import tiny_lora
+from tests.support.programs import chromium
 
 ADMIN = "the-key-of-the-operator"
 KEYS = {"OPTION_API_KEY": "the-key-of-all", "OPTION_ADMIN_API_KEY": ADMIN}

@@ -8,9 +8,9 @@ import json
 import pytest
 from PIL import Image
 
-from scripts.models import tiny_vision
 from serving.access import keys
 from tests.e2e.conftest import serving
+from tests.support.models import tiny_vision
 
 KEY, ADMIN = "the-key-of-a-gateway", "the-key-of-the-operator"
 """The first says nothing of tenants, which a header names."""

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from lmi_config.facts import gpus
-from scripts.harness.process import SERVE
 from tests.e2e.conftest import ROOT, Served, serving, tiny_options
+from tests.support.harness.process import SERVE
 
 __all__ = ["tiny_options"]  # a fixture
 

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lmi_config.facts.machine import KV
-from scripts.harness.wait import until
-from scripts.models import tiny, tiny_draft, tiny_lora
-from scripts.rehearsal.shapes import MODELS
 from tests.e2e.conftest import ROOT
 from tests.e2e.test_kv_tiers import LMCACHE, ask, prompt
 from tests.e2e.test_speculative import HEADER
 from tests.gpu.conftest import FOUND, ON_CPU, shared, start
+from tests.support.harness.wait import until
+from tests.support.models import tiny, tiny_draft, tiny_lora
+from tools.rehearsal.shapes import MODELS
 
 PROMPTS = ["The import statement", "An object", "for value in", "class"]
 TOKENS = 24
@@ -28,7 +28,7 @@ COMPLETIONS = "/v1/completions"
 FILLING = 80
 """Prompts that are more than the tier in memory has room for."""
 LARGE = {"fp8": 9, "mistral": 15, "deepseek": 32, "qwen3_moe": 61}
-"""Shapes of scripts/rehearsal, with the GB of their weights."""
+"""Shapes of tools/rehearsal, with the GB of their weights."""
 BENCHES = {
     "overhead": (["--rounds=3", "--scale=0.3"], ["--rounds=1", "--scale=0.05"]),
     "long_documents": (
@@ -247,7 +247,7 @@ def test_large_shapes(name, tmp_path, record_property):
 def test_benches(bench, record_property):
     """What Slipway costs over plain vLLM at this GPU's rates, and what KV cache tiers win."""
     arguments, on_cpu = BENCHES[bench]
-    command = (sys.executable, "-m", f"scripts.bench.{bench}", *(on_cpu if ON_CPU else arguments))
+    command = (sys.executable, "-m", f"tools.bench.{bench}", *(on_cpu if ON_CPU else arguments))
     environ = {**os.environ, "OPTION_TENSOR_PARALLEL_DEGREE": "1", **shared()}
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]

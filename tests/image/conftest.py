@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from scripts.models import tiny
+from tests.support.models import tiny
 
 ROOT = Path(__file__).parents[2]
 DOCKER = os.environ.get("DOCKER") or "docker"

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from scripts.rehearsal import stand_ins
-from scripts.rehearsal.cases import MACHINES
 from tests.image.conftest import ROOT, engine, once
 from tests.rehearsal.test_no_gpu import NO_GPU, OLD, TOO_OLD
 from tests.rehearsal.test_parts import PARTS
+from tools.rehearsal import stand_ins
+from tools.rehearsal.cases import MACHINES
 
-SCRIPTS = f"--volume={ROOT}/scripts/rehearsal:/rehearsal:ro"
+SCRIPTS = f"--volume={ROOT}/tools/rehearsal:/rehearsal:ro"
 
 
 @pytest.fixture(scope="module", autouse=True)

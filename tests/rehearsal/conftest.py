@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from scripts.rehearsal import shapes, stand_ins
-from scripts.rehearsal.cases import Gpus
+from tools.rehearsal import shapes, stand_ins
+from tools.rehearsal.cases import Gpus
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("SLIPWAY_REHEARSAL")  # of the environment with requirements/gpu.txt
@@ -63,7 +63,7 @@ def ask(libraries: Path, gpus: Gpus, questions: Iterable[dict[str, Any]]) -> lis
     lines = "".join(json.dumps(question) + "\n" for question in questions)
     assert PYTHON
     ended = subprocess.run(
-        [PYTHON, "-P", str(ROOT / "scripts" / "rehearsal" / "judge.py")],
+        [PYTHON, "-P", str(ROOT / "tools" / "rehearsal" / "judge.py")],
         env=environment(libraries, gpus),
         input=lines,
         capture_output=True,

@@ -17,7 +17,7 @@ def test_kernels_are_compiled_with_what_the_wheels_bring(tmp_path):
     (home,) = Path(PYTHON).parents[1].glob("lib/python3*/site-packages/nvidia/cu13")
     environ = environment(tmp_path, None) | {"HOME": str(tmp_path), "CUDA_HOME": str(home)}
     ended = subprocess.run(
-        [PYTHON, "-P", str(ROOT / "scripts" / "rehearsal" / "kernels.py")],
+        [PYTHON, "-P", str(ROOT / "tools" / "rehearsal" / "kernels.py")],
         env=environ | {"PATH": f"{Path(PYTHON).parent}:/usr/bin:/bin"},
         capture_output=True,
         text=True,

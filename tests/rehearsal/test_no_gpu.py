@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.rehearsal.cases import MACHINES
 from tests.rehearsal.conftest import PYTHON, ROOT, environment
+from tools.rehearsal.cases import MACHINES
 
 HERE = MACHINES["1xA10G"]
 OLD = replace(HERE, driver="535.161.08", cuda=12020)

@@ -3,8 +3,8 @@
 
 import pytest
 
-from scripts.rehearsal.cases import MACHINES
 from tests.rehearsal.conftest import ask
+from tools.rehearsal.cases import MACHINES
 
 PARTS = (
     "serving.engine.error_handlers",

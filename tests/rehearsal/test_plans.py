@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.rehearsal.cases import MACHINES, cases, disagreements, planned
 from tests.rehearsal.conftest import ask
+from tools.rehearsal.cases import MACHINES, cases, disagreements, planned
 
 RECORDED = Path(__file__).parent / "recorded.jsonl"
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.facts.machine import out_of_memory_kills
-from scripts.harness import ports
 from serving import exit as module
 from serving.exit import MAX_LINE, Exit, memory_ran_out, remedy, report, root_cause
 from serving.observability import redaction
+from tests.support.harness import ports
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -9,11 +9,11 @@ import sys
 import httpx
 import pytest
 
-from scripts.harness.process import Program
-from scripts.harness.wait import until, until_async
 from serving import follow
 from serving.access import keys
 from tests.serving.conftest import running
+from tests.support.harness.process import Program
+from tests.support.harness.wait import until, until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.harness.process import Program
+from tests.support.harness.process import Program
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +24,6 @@ def test_requests_to_a_server_leave_no_garbage():
 
 
 def test_requests_to_a_router_leave_no_garbage():
-    with Program(sys.executable, "-m", "scripts.harness.stub_replica", "{port}") as replica:
+    with Program(sys.executable, "-m", "tests.support.harness.stub_replica", "{port}") as replica:
         replica.ready()
         assert left("route", replica.url) == {}

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from scripts.engines.judge import PATCHES
-from scripts.generate.engine import patches_page
-from scripts.generate.engine import plugin as of_pyproject
 from serving.engine.patches.engine_core import plugin
 from serving.http.patches import registry as http
 from serving.patching import patch
 from serving.patching.patch import Installed, Name, Patch, Unfit
+from tools.engines.judge import PATCHES
+from tools.generate.engine import patches_page
+from tools.generate.engine import plugin as of_pyproject
 
 log = logging.getLogger(__name__)
 NAMES = [

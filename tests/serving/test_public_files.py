@@ -17,10 +17,10 @@ import pytest
 
 from handlers.custom import THREADS
 from handlers.djl_python import np_util
-from scripts.harness.wait import until_async
 from serving.engine.no_engine import NoEngine
 from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ _FIELDS = {option.vllm: field for field, option in OPTIONS.items() if option.vll
 
 @functools.cache
 def limits() -> Mapping[str, Any]:
-    """Limits in vLLM's own source, from scripts/generate/vllm_limits.py."""
+    """Limits in vLLM's own source, from tools/generate/vllm_limits.py."""
     found: Mapping[str, Any] = json.loads((Path(__file__).parent / "vllm.json").read_text())
     return found
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lmi_config.facts.gpus import Gpu, look
-from scripts.rehearsal import shapes, stand_ins
-from scripts.rehearsal.cases import MACHINES
+from tools.rehearsal import shapes, stand_ins
+from tools.rehearsal.cases import MACHINES
 
 ROOT = Path(__file__).parents[3]
 PLANS = Path(__file__).parent / "plans.txt"

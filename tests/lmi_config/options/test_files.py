@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lmi_config.options import arguments
 from lmi_config.options.declared import OPTIONS, vllm_options
 from lmi_config.options.settings import SettingsError, read
-from scripts.generate import options_page
+from tools.generate import options_page
 
 
 def store(folder, **files):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lmi_config.facts import strict_yaml
-from scripts.models import tiny
+from tests.support.models import tiny
 
 LETTERS = "abcdefghijklm"
 ALIASES = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(

@@ -84,7 +84,7 @@ def test_the_page_has_the_counts():
 
 
 def test_the_list_is_that_of_the_installed_vllm():
-    from scripts.generate import vllm_limits, vllm_refusals
+    from tools.generate import vllm_limits, vllm_refusals
 
     assert vllm_refusals.PATH.read_text() == vllm_refusals.text()
     assert vllm_limits.PATH.read_text() == vllm_limits.text()

@@ -11,7 +11,6 @@ import pytest
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from scripts.harness.wait import until_async
 from serving import follow
 from serving.access import keys
 from serving.access.access import Access
@@ -21,6 +20,7 @@ from serving.errors import Unauthorized
 from serving.protocol import ENGINE_PATHS
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import registry, write
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

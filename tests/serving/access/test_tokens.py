@@ -20,7 +20,6 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from scripts.harness.wait import until_async
 from serving import follow
 from serving.access import issuer as module
 from serving.access import tokens
@@ -31,6 +30,7 @@ from tests.serving.access.test_access import SECRET, bearer, salt, written
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

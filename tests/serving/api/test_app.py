@@ -7,9 +7,9 @@ from operator import itemgetter
 
 import pytest
 
-from scripts.harness import metrics
-from scripts.harness.wait import until_async
 from tests.serving.conftest import running
+from tests.support.harness import metrics
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,6 @@ import pytest
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from scripts.harness.wait import until_async
 from serving.access.caller import Caller, Limits
 from serving.access.keys import digest
 from serving.api.backend import Backend
@@ -29,6 +28,7 @@ from serving.batch.objects import OwnedBatch, Status
 from serving.batch.store import Store
 from serving.lifecycle import Lifecycle
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

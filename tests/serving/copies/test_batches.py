@@ -7,9 +7,9 @@ import time
 import httpx
 import pytest
 
-from scripts.harness import metrics
-from scripts.harness.wait import until
 from tests.serving.copies.test_supervisor import Container
+from tests.support.harness import metrics
+from tests.support.harness.wait import until
 
 LINES = 60
 

@@ -11,13 +11,13 @@ import httpx
 import psutil
 import pytest
 
-from scripts.harness.process import AS_ENTRYPOINT_SH, Program
-from scripts.harness.wait import until
-from scripts.models import tiny
 from serving.copies import life, supervisor
 from serving.exit import Exit
 from serving.kv_cache.cache_server import TERM_S
 from serving.lifecycle import GRACE_S, SHUTDOWN
+from tests.support.harness.process import AS_ENTRYPOINT_SH, Program
+from tests.support.harness.wait import until
+from tests.support.models import tiny
 
 OURS = {"x-request-id": "a-clients"}
 ASK = {"prompt": "a b", "max_tokens": 2}

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from scripts.harness.wait import until_async
 from serving.cancellation import Cancellation, ClientLeft
 from serving.engine.base import Call, Usage
 from serving.errors import BadRequest, EngineFailed, NotFound, NotReady, ServingError, TimedOut
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS
+from tests.support.harness.wait import until_async
 
 LONG = 24
 """Tokens of an answer in whose middle something happens."""

@@ -41,13 +41,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmi_config.plan import kv_tiers
 from lmi_config.plan.kv_tiers import Tiers
-from scripts.harness import ports
-from scripts.models import tiny
 from serving.engine import kv_connector
 from serving.engine.base import HANDED_OVER
 from serving.engine.kv_connector import FaultTolerantConnector
 from serving.server.prepare import PARTS
 from tests.lmi_config.examples import machine
+from tests.support.harness import ports
+from tests.support.models import tiny
 
 BLOCK, BLOCKS, CHUNK = 128, 32, 256
 PROMPT = 3 * CHUNK + 10

@@ -45,6 +45,6 @@ def test_vllms_classes_keep_what_is_written_down():
 
 @pytest.mark.nightly
 def test_architectures_are_those_of_the_pinned_vllm():
-    from scripts.generate import vllm_models
+    from tools.generate import vllm_models
 
     assert vllm_models.PATH.read_text() == vllm_models.text()

@@ -21,10 +21,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmi_config.options.declared import Settings
 from lmi_config.plan import kv_tiers
-from scripts.models import tiny
 from serving.engine.base import RECEIVED
 from serving.engine.nixl_connector import NixlConnector
 from serving.server.prepare import PARTS
+from tests.support.models import tiny
 
 BLOCK, BLOCKS = 128, 64
 PROMPT = range(1000)

@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser import ParserManager
 
 from lmi_config.facts import chat
-from scripts.models import tiny
+from tests.support.models import tiny
 
 TOOL = {
     "type": "function",

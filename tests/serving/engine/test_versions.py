@@ -8,13 +8,13 @@ import tomllib
 
 import pytest
 
-from scripts.engines.judge import Unpacked, lost_imports, lost_patches, main
-from scripts.engines.trial import recorded, summary
 from serving.engine import vllm
 from serving.engine.base import EngineError
 from serving.engine.versions import moved, table
 from serving.engine.versions.table import Range, judge
 from serving.patching.patch import installed
+from tools.engines.judge import Unpacked, lost_imports, lost_patches, main
+from tools.engines.trial import recorded, summary
 
 KNOWN = Range(
     *("0.31", "0.33.1", {"0.34.0": "its wheel, unpacked"}),

@@ -18,12 +18,12 @@ import pytest
 from starlette.responses import JSONResponse
 
 from lmi_config.options.declared import Settings
-from scripts.harness.wait import until_async
 from serving.http import connections, sockets
 from serving.http.http1 import MAX_HEAD
 from serving.http.tls import ServerTls
 from serving.server import server as server_module
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.harness.process import ROOT
-from scripts.harness.wait import until, until_async
 from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import STREAM, FakeReplica, chunk
+from tests.support.harness.process import ROOT
+from tests.support.harness.wait import until, until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,6 @@ import pytest
 
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
-from scripts.harness.wait import until_async
 from serving import follow
 from serving.http import listener
 from serving.http import tls as tls_module
@@ -28,6 +27,7 @@ from serving.server import server as server_module
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

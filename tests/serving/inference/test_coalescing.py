@@ -3,7 +3,6 @@
 
 import pytest
 
-from scripts.harness.wait import until_async
 from serving.inference import coalescing
 from tests.serving.conftest import running
 from tests.serving.inference.test_queue import (
@@ -17,6 +16,7 @@ from tests.serving.inference.test_queue import (
     queued,
 )
 from tests.serving.lora.test_registry import register, registry, write
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

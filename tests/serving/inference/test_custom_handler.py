@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.harness.wait import until_async
 from serving import errors, user_code
 from serving.api.invocations import Invocations
 from serving.api.sessions import Sessions
@@ -23,6 +22,7 @@ from serving.kv_cache.salt import Tenants
 from serving.observability.access_log import AccessRecord
 from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -8,11 +8,11 @@ import json
 import pytest
 from prometheus_client import REGISTRY
 
-from scripts.harness.wait import until_async
 from serving.access.caller import Caller, HandOver
 from serving.engine.base import HANDED_OVER, RECEIVED
 from tests.serving.access.test_access import SECRET, identity_for
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

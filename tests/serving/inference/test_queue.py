@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmi_config.options import declared
-from scripts.harness.wait import until_async
 from serving.access.caller import Caller
 from serving.errors import Overloaded
 from serving.inference.pipeline import AHEAD
@@ -24,6 +23,7 @@ from tests.serving.api.test_app import JSONL, lines
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import register, registry, write
 from tests.serving.test_user_code import using
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from handlers.records import Step
-from scripts.harness.wait import until_async
 from serving.inference.relay import WINDOW
 from serving.observability.access_log import AccessRecord
 from serving.user_code import AT_ONCE, Limits, start_user_code
 from tests.fake_engine import streaming
 from tests.serving.conftest import running
 from tests.serving.inference.test_requests import OUTPUT, coded
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,6 @@ import pytest
 
 from handlers import lmi
 from handlers.records import FormatError
-from scripts.harness.wait import until_async
 from serving.errors import NotFound
 from serving.user_code import Limits, start_user_code
 from tests.serving.api.test_app import JSONL, lines
@@ -19,6 +18,7 @@ from tests.serving.inference.test_media import Web, reachable  # noqa: F401
 from tests.serving.inference.test_queue import SHARE, WAIT, ask
 from tests.serving.lora.test_registry import register, registry, write
 from tests.serving.observability.test_access_log import logged, told  # noqa: F401 - a fixture
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

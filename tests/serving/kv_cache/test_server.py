@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from scripts.harness import ports
-from scripts.harness.wait import until_async
 from serving.engine.base import Hits, Prefilled
 from serving.kv_cache import cache_server
 from serving.kv_cache.cache_server import CacheServer, Capacity
 from serving.router.fleet import facts
+from tests.support.harness import ports
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

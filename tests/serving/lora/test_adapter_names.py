@@ -12,9 +12,9 @@ import pytest
 
 from lmi_config.facts.adapter import names
 from lmi_config.facts.model import Tensor
-from scripts.generate import vllm_adapters
 from serving.lora.adapter_files import AdapterFiles
 from serving.lora.adapter_registry import AdapterRegistry
+from tools.generate import vllm_adapters
 
 pytestmark = pytest.mark.anyio
 
@@ -370,7 +370,7 @@ async def test_modules_to_save_and_ranks(register, shapes, config, fault):
 @pytest.mark.nightly
 def test_names_are_those_of_the_pinned_vllm(capfd):
     # In a process of its own: packages that are not installed are replaced there.
-    command = [sys.executable, "-m", "scripts.generate.vllm_adapters", "--check"]
+    command = [sys.executable, "-m", "tools.generate.vllm_adapters", "--check"]
     assert subprocess.run(command, check=False).returncode == 0, capfd.readouterr().out
 
 

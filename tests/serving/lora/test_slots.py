@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from lmi_config.options import declared
-from scripts.harness.wait import until_async
 from serving.errors import NoSlot
 from serving.lora.slots import QUANTUM_S, BatchSlots
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import ask, register, registry, write
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

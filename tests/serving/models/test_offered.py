@@ -8,8 +8,8 @@ import pytest
 
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan.memory import Footprint
-from scripts.models import tiny
 from serving.models import offered
+from tests.support.models import tiny
 
 GIB = 2**30
 

@@ -17,11 +17,11 @@ import psutil
 import pytest
 from botocore.config import Config
 
-from scripts.harness.process import AS_ENTRYPOINT_SH, Program
-from scripts.harness.wait import until
-from scripts.models import tiny
-from scripts.sagemaker_local import server
-from scripts.sagemaker_local.wire import Key
+from tests.support.harness.process import AS_ENTRYPOINT_SH, Program
+from tests.support.harness.wait import until
+from tests.support.models import tiny
+from tools.sagemaker_local import server
+from tools.sagemaker_local.wire import Key
 
 ROOM = {"OPTION_MODELS_MEMORY": "3G", "OPTION_KV_CACHE_MEMORY_BYTES": "64M"}
 """Room for one model; the plan takes 2.6 GiB for one."""

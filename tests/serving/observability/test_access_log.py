@@ -10,11 +10,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from lmi_config.options.declared import Settings
-from scripts.harness.wait import until_async
 from serving.errors import BadRequest, EngineFailed, NotReady, ServerFailed, TimedOut
 from serving.exit import DIED, Exit
 from serving.observability.error_rate import ErrorRates
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.harness.process import Program
-from scripts.harness.wait import until
 from serving.observability.logs import MAX_REPEATS, Handler, JsonFormatter
+from tests.support.harness.process import Program
+from tests.support.harness.wait import until
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import REGISTRY, Counter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from scripts.harness.wait import until_async
 from tests.collector import collecting
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from lmi_config.options.declared import Settings
-from scripts.harness.wait import until_async
 from serving.access.caller import Caller
 from serving.access.signed_identity import Signer
 from serving.router.fleet import health
 from serving.router.models.model_messages import Door
 from serving.router.router import Router
+from tests.support.harness.wait import until_async
 
 Answer = Callable[["FakeReplica", "Asked", asyncio.StreamWriter], Awaitable[None]]
 

@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.harness import stub_replica
-from scripts.harness.process import ROUTE, Program
-from scripts.harness.wait import until_async
 from serving.router.http import buffers
 from tests.serving.access.test_access import SECRET, bearer, written
 from tests.serving.router.conftest import FakeReplica, Routed, routing, whole
+from tests.support.harness import stub_replica
+from tests.support.harness.process import ROUTE, Program
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -3,7 +3,6 @@
 
 import pytest
 
-from scripts.harness.wait import until_async
 from serving.access.caller import Caller
 from tests.serving.access.test_access import (
     ADMIN,
@@ -16,6 +15,7 @@ from tests.serving.access.test_access import (
 )
 from tests.serving.conftest import running
 from tests.serving.router.conftest import _read, routing, whole
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

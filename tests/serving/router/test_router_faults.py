@@ -16,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.harness import stub_replica
-from scripts.harness.process import ROUTE, Program
-from scripts.harness.wait import until_async
 from serving.http.sockets import most_routed, raise_open_files
 from serving.router.fleet import health, replicas
 from serving.router.http import buffers
 from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, whole
+from tests.support.harness import stub_replica
+from tests.support.harness.process import ROUTE, Program
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

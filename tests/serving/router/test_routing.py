@@ -10,7 +10,6 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from scripts.harness.wait import until_async
 from serving.router import router, status
 from serving.router.fleet import circuit_breaker, health, replicas
 from serving.router.http import buffers, downstream
@@ -26,6 +25,7 @@ from tests.serving.router.conftest import (
     sends,
     whole,
 )
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

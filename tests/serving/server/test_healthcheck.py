@@ -5,10 +5,10 @@ import asyncio
 
 import pytest
 
-from scripts.harness import ports
 from serving.server import healthcheck
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
+from tests.support.harness import ports
 
 PYTHON = ("python3", "-P", "-m", "serving")
 ENTRYPOINT = "/opt/slipway/entrypoint.sh"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.harness.wait import until_async
 from serving import VERSION
 from serving.engine.base import EngineError
 from serving.exit import DIED, START_FAILED, Exit
@@ -20,6 +19,7 @@ from serving.lifecycle import GRACE_S, SHUTDOWN
 from serving.router.fleet import facts
 from serving.server import server as module
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.anyio

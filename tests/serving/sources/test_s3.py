@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from lmi_config.facts.model import Folder
-from scripts.harness.wait import until
 from serving.sources import s3, source
 from serving.sources.locate import locate
 from serving.sources.source import SourceError
@@ -29,6 +28,7 @@ from tests.serving.sources.conftest import (
     ignore,
     silent,
 )
+from tests.support.harness.wait import until
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from scripts.harness.process import AS_ENTRYPOINT_SH
 from serving.tune import load
 from serving.tune.load import LoadError
 from serving.tune.tuned_server import Server, StartError
 from serving.tune.workload import Level
+from tests.support.harness.process import AS_ENTRYPOINT_SH
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):

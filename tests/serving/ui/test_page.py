@@ -10,13 +10,13 @@ from playwright.async_api import async_playwright, expect
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from lmi_config.options.declared import Settings
-from scripts.harness.wait import until_async
 from serving.engine.base import EngineError
 from serving.ui.page import FILES
 from tests.serving.conftest import running
 from tests.serving.lora.test_registry import registry, write
 from tests.serving.router.conftest import routing
-from tests.tools import chromium
+from tests.support.harness.wait import until_async
+from tests.support.programs import chromium
 
 pytestmark = pytest.mark.anyio
 

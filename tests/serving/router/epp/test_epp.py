@@ -21,9 +21,6 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from scripts.harness import ports
-from scripts.harness.process import AS_ENTRYPOINT_SH, Program
-from scripts.harness.wait import until, until_async
 from serving.protocol import IDENTITY
 from serving.router import placement
 from serving.router.epp.answer_usage import Usage, UsageReader
@@ -45,6 +42,9 @@ from tests.serving.router.conftest import (
     whole,
 )
 from tests.serving.router.test_prefill import FETCHED, Divided, breaks, divided, ended, long
+from tests.support.harness import ports
+from tests.support.harness.process import AS_ENTRYPOINT_SH, Program
+from tests.support.harness.wait import until, until_async
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 SERVING, NOT_SERVING = 1, 2

@@ -13,8 +13,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.harness import ports
-from scripts.harness.wait import until_async
 from serving.router.epp import exchange, grpc_server
 from serving.router.epp import ext_proc_pb2 as pb
 from serving.router.epp.envoy_messages import FULL_DUPLEX
@@ -22,6 +20,8 @@ from serving.router.http import buffers
 from tests.fuzzing import examples
 from tests.serving.access.test_access import SECRET, bearer, written
 from tests.serving.router.conftest import routing
+from tests.support.harness import ports
+from tests.support.harness.wait import until_async
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 BODY = json.dumps({"prompt": "Hi"}).encode()

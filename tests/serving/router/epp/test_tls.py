@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.harness import ports
-from scripts.harness.wait import until_async
 from tests.gateway import gateway
 from tests.serving.conftest import running
 from tests.serving.http.test_tls import files, folders, shown
 from tests.serving.router.conftest import routing
+from tests.support.harness import ports
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

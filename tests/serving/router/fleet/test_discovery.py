@@ -17,10 +17,10 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from lmi_config.options.parsers import Endpoints, Pool, replica_source, replicas
-from scripts.harness.wait import until_async
 from serving import follow
 from serving.router.fleet import kubernetes
 from serving.router.fleet.discovery import discovered, listed
+from tests.support.harness.wait import until_async
 
 A, B, C = (f"http://10.0.0.{number}:8080" for number in (1, 2, 3))
 

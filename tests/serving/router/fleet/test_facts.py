@@ -8,12 +8,12 @@ import zlib
 
 import pytest
 
-from scripts.harness.wait import until_async
 from serving.router.fleet import health
 from serving.router.fleet.facts import read
 from serving.router.policy.replica_load import ADAPTERS
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity
 from tests.serving.router.conftest import FakeReplica, routing, whole
+from tests.support.harness.wait import until_async
 
 ENGINE = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
 TIERS = (

@@ -5,12 +5,12 @@ import asyncio
 
 import pytest
 
-from scripts.harness.process import ROUTE, Program
-from scripts.harness.wait import until_async
 from serving.router.fleet import health
 from serving.router.fleet.health import Seen, pause
 from serving.router.fleet.replicas import State
 from tests.serving.router.conftest import FakeReplica, routing, sends, whole
+from tests.support.harness.process import ROUTE, Program
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -3,8 +3,8 @@
 
 import pytest
 
-from scripts.harness.wait import until_async
 from tests.serving.router.conftest import routing, sends, whole
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

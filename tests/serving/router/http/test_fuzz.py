@@ -19,7 +19,6 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.harness.wait import until_async
 from serving.http.http1 import AHEAD
 from serving.protocol import REQUEST_ID
 from serving.router import router as module
@@ -28,6 +27,7 @@ from serving.router.http.upstream import HOP_BY_HOP
 from serving.router.placement import Timeouts
 from tests.fuzzing import examples
 from tests.serving.router.conftest import END, STREAM, Routed, chunk, close, whole
+from tests.support.harness.wait import until_async
 
 BUFFER = 600  # so that some bodies are streamed
 LIMIT = 20_000

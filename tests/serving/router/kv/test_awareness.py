@@ -14,14 +14,14 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from scripts.harness.wait import until_async
-from scripts.models import tiny
 from serving.router.kv import awareness
 from serving.router.kv.tokenizer import fetch
 from serving.router.policy.kv_index import BlockStored
 from tests.serving.router.conftest import FakeReplica, routing, whole
 from tests.serving.router.kv.test_events import Publisher, publishing
 from tests.serving.router.kv.test_tokenizer import working
+from tests.support.harness.wait import until_async
+from tests.support.models import tiny
 
 pytestmark = pytest.mark.anyio
 

@@ -11,10 +11,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from scripts.harness.wait import until_async
 from serving.router.kv import events
 from serving.router.kv.events import Follower, Source, SourcesRefused, sources
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex, chain, seed
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

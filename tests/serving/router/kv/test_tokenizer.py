@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from scripts.harness.wait import until_async
-from scripts.models import tiny
 from serving.router.kv import tokenizer as module
 from serving.router.kv import tokenizer_workers
 from serving.router.kv.tokenizer_workers import CannotLoad, TokenWorkers
 from tests import agents
+from tests.support.harness.wait import until_async
+from tests.support.models import tiny
 
 pytestmark = pytest.mark.anyio
 

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from scripts.harness.wait import until_async
 from serving.access import keys
 from serving.router.models.model_messages import LONGEST, Answer, Door, Row, Told, line, read_report
 from serving.router.models.view import OwnModels
 from tests.serving.router.conftest import routing
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets a request, by strategy. tests/scripts/test_simulate_routing.py has them over time."""
+"""Who gets a request, by strategy. tests/tools/test_simulate_routing.py has them over time."""
 
 import random
 from collections import Counter

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.harness.wait import until_async
 from serving.router import router
 from serving.router.proxy import continuation, proxied
 from tests.serving.router.conftest import END, STREAM, FakeReplica, chunk, routing, whole
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 

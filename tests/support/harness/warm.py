@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Python that has imported everything already: what it forks starts in seconds, not in half a
+minute.
+
+    with WarmPython("a.module.that.imports", folder) as python:
+        process = python.start(["-m", "serving", "serve"], environ, output=log)
+
+A forked process runs a program with arguments, variables, a working folder and output of its own,
+in a session of its own, under the name that it would have. Its own `sys.executable` is warm, too:
+the programs that the module names are forked, others run by the ordinary Python.
+
+The rules, or a fork hangs: no import leaves a thread behind or computes with torch. What libraries
+read from variables while they are imported is as it was then, for all that is forked.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple, Self
+
+import setproctitle
+
+ROOT = Path(__file__).parents[3]
+IMPORT_S = 300.0  # far above what importing takes, for machines that do much else
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# A line with #! takes no path with a space. What sh reads as a command, Python reads as a string.
+EXECUTABLE = """#!/bin/sh
+'''exec' '{python}' -Es "$0" "$@"
+' '''
+import sys
+sys.path.insert(0, {root!r})
+from tests.support.harness import warm
+warm.run_elsewhere({address!r}, {programs!r})
+"""
+
+
+class NotWarm(Exception):
+    """A warm Python that has ended, or did not start."""
+
+
+class Forked:
+    """A process that a warm Python has forked, with the parts of subprocess.Popen that harnesses
+    use.
+
+    It is killed when the process that holds this object ends.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        folder: str,
+        files: Sequence[int],
+    ) -> None:
+        """files: of standard input, output and errors. Raises NotWarm."""
+        self.returncode: int | None = None
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.settimeout(IMPORT_S)
+        self._answers = self._connection.makefile()
+        request = json.dumps([[*arguments], dict(environ), folder])
+        try:
+            self._connection.connect(address)
+            socket.send_fds(self._connection, [b"x"], files)
+            self._connection.sendall(f"{request}\n".encode())
+            self.pid = int(self._answers.readline())
+        except (OSError, ValueError) as error:
+            self._close()
+            raise NotWarm(f"{address}: {error}") from error
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            answer = ""
+            with contextlib.suppress(OSError):
+                answer = self._answers.readline()
+            self._close()
+            # A warm Python that ends without an answer takes with it what it has forked.
+            self.returncode = int(answer) if answer else -signal.SIGKILL
+        return self.returncode
+
+    def _close(self) -> None:
+        self._answers.close()
+        self._connection.close()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmPython:
+    """The process that others are forked from. It ends with this one.
+
+    prepared: the module to import, which takes most of the time. It names as PROGRAMS the
+    beginnings of the arguments of what forked processes fork in turn, and has forked(), which every
+    forked process calls with its arguments before it runs. folder: for sockets; its path must be
+    short.
+    """
+
+    def __init__(self, prepared: str, folder: Path) -> None:
+        self._address = folder / "python"
+        self._log = folder / "log"
+        command = [sys.executable, "-m", "tests.support.harness.warm"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, prepared, str(self._address), str(os.getpid())],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        folder: Path = ROOT,
+        output: IO[bytes] | None = None,
+    ) -> Forked:
+        """Fork a process that runs a program; arguments are those of `python`. Raises NotWarm."""
+        self._imported()
+        with Path(os.devnull).open("rb") as nothing:
+            outputs = [output.fileno()] * 2 if output else [1, 2]
+            files = [nothing.fileno(), *outputs]
+            return Forked(str(self._address), arguments, environ, str(folder), files)
+
+    def executable(self, *programs: Sequence[str]) -> str:
+        """A `python` for others to run. programs: as in PROGRAMS. Raises NotWarm."""
+        self._imported()
+        return _executable(str(self._address), programs)
+
+    def _imported(self) -> None:
+        deadline = time.monotonic() + IMPORT_S
+        while not self._address.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise NotWarm(self._log.read_text(errors="replace")[-2000:])
+            time.sleep(0.05)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def run_elsewhere(address: str, programs: Sequence[Sequence[str]]) -> None:
+    """Be the executable of a forked process: `python`, which forks what is listed.
+
+    This process stands for the forked one: it passes signals on, ends as that ends, and that one
+    is killed when this one is.
+    """
+    arguments = sys.argv[1:]
+    ordinary = [sys.executable, *arguments]
+    if not any(arguments[: len(it)] == [*it] for it in programs):
+        os.execv(ordinary[0], ordinary)
+    try:
+        forked = Forked(address, arguments, os.environ, str(Path.cwd()), (0, 1, 2))
+    except NotWarm:
+        os.execv(ordinary[0], ordinary)
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(forked.pid, number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # entrypoint.sh blocks some
+    setproctitle.setproctitle(f"warm python: stands for {forked.pid}")
+    code = forked.wait()
+    if code < 0:
+        with contextlib.suppress(OSError):  # as of SIGKILL, which has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+class _Request(NamedTuple):
+    arguments: list[str]
+    environ: dict[str, str]
+    folder: str
+    files: list[int]
+
+
+class _Child(NamedTuple):
+    pid: int
+    ended: int  # a file that can be read when it has
+    asked_by: socket.socket
+
+
+def main(prepared: str, address: str, parent: int) -> None:
+    """Be a warm Python. Returns in what it has forked, when that has run its program."""
+    from serving.process import end_with_parent
+
+    end_with_parent(signal.SIGKILL, parent)
+    module = importlib.import_module(prepared)
+    gc.collect()
+    gc.freeze()  # no collection touches, and so copies, what all have in common
+    request = _fork_for_each(_listening(address))
+    # What this process starts is forked from what it is now, not from what it will become.
+    ours, inner = os.getpid(), f"{address}-{os.getpid()}"
+    listener = _listening(inner)
+    if os.fork():
+        listener.close()
+        sys.executable = _executable(inner, module.PROGRAMS)
+    else:
+        end_with_parent(signal.SIGKILL, ours)
+        os.setsid()
+        for file in request.files:
+            os.close(file)
+        request = _fork_for_each(listener)
+    _become(request)
+    module.forked(request.arguments)
+    _run(request.arguments)
+
+
+def _listening(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address + "~")
+    listener.listen()
+    Path(address + "~").rename(address)  # who sees it can connect
+    return listener
+
+
+def _executable(address: str, programs: Sequence[Sequence[str]]) -> str:
+    file = Path(address + "-client")
+    values = {"root": str(ROOT), "address": address, "programs": programs}
+    file.write_text(EXECUTABLE.format(python=sys.executable, **values))
+    file.chmod(0o755)
+    return str(file)
+
+
+def _fork_for_each(listener: socket.socket) -> _Request:
+    """Fork a process for each request, and answer with its number and then its exit code. Returns
+    in the forked processes only.
+    """
+    from serving.process import end_with_parent
+
+    setproctitle.setproctitle("warm python")
+    ours = os.getpid()
+    children: set[_Child] = set()
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            key, _ = selector.select()[0]
+            if key.fileobj is listener:
+                asked_by, _ = listener.accept()
+                try:
+                    request = _read(asked_by)
+                except (OSError, ValueError):  # who asked has gone
+                    asked_by.close()
+                    continue
+                pid = os.fork()
+                if not pid:
+                    end_with_parent(signal.SIGKILL, ours)
+                    break
+                for file in request.files:
+                    os.close(file)
+                child = _Child(pid, os.pidfd_open(pid), asked_by)
+                children.add(child)
+                selector.register(child.ended, selectors.EVENT_READ, child)
+                selector.register(asked_by, selectors.EVENT_READ, child)
+                with contextlib.suppress(OSError):
+                    asked_by.sendall(f"{pid}\n".encode())
+            elif key.fileobj is key.data.asked_by:  # nobody waits for it any more
+                selector.unregister(key.data.asked_by)
+                signal.pidfd_send_signal(key.data.ended, signal.SIGKILL)
+            else:
+                child = key.data
+                children.remove(child)
+                selector.unregister(child.ended)
+                with contextlib.suppress(KeyError):
+                    selector.unregister(child.asked_by)
+                code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+                with contextlib.suppress(OSError):
+                    child.asked_by.sendall(f"{code}\n".encode())
+                child.asked_by.close()
+                os.close(child.ended)
+    for child in children:
+        child.asked_by.close()
+        os.close(child.ended)
+    asked_by.close()
+    listener.close()
+    return request
+
+
+def _read(asked_by: socket.socket) -> _Request:
+    _, files, _, _ = socket.recv_fds(asked_by, 1, 3)
+    with asked_by.makefile() as lines:
+        arguments, environ, folder = json.loads(lines.readline())
+    return _Request(arguments, environ, folder, files)
+
+
+def _become(request: _Request) -> None:
+    """Be in the place that a program would be started in."""
+    os.setsid()
+    for number, file in enumerate(request.files):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    setproctitle.setproctitle(" ".join(["python", *request.arguments]))
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run a program as `python` does: -m and a module, or a file, and its arguments. -P says
+    nothing here, as where modules are found is settled.
+    """
+    if arguments[0] == "-P":
+        arguments = arguments[1:]
+    if arguments[0] == "-m":
+        sys.argv = [*arguments[1:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*arguments]
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet of stand-in engines under the router's own strategies: no model, no HTTP, no clock.
+
+An engine keeps the chunks that were used last. A prompt costs the time to compute what the engine
+has not. Sessions wait for their answers, and then pause.
+"""
+
+import heapq
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from serving.cache_hints.intent import CacheIntent
+from serving.router.policy.conversations import Conversations
+from serving.router.policy.policies import Policy, PrefixAware, RoundRobin
+from serving.router.policy.policies import Session as SessionPolicy
+from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.replica_load import Load
+from serving.router.policy.routing_request import RoutingRequest
+from serving.router.policy.tiers import Capacity
+from tools.bench.agents.sessions import CHUNK, Maker, Session, Turn, known_first
+
+REPLICAS = 3
+RATE = 25_000.0
+"""Prompt tokens that an engine computes in a second, at full size."""
+TOKEN_S = 0.02
+"""Seconds for a token of an answer."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """strategy: as OPTION_ROUTING_STRATEGY has it. hinted: whether requests name their
+    conversations. size: of each engine's cache, in live working sets. one_shots: their
+    tokens, in new tokens of the agents. shared: whether there is a store that all engines share.
+    """
+
+    strategy: str
+    hinted: bool
+    size: float
+    one_shots: float
+    shared: bool = False
+
+
+@dataclass
+class Found:
+    """The results of an arm. Tokens are the agents' own, not those of one-shots."""
+
+    tokens: int = 0
+    hit: int = 0
+    turns: int = 0
+    repeated: list[int] = field(default_factory=list)
+    """For each turn after the first: tokens of the turn before that were computed again."""
+    moves: int = 0
+    decisions_s: list[float] = field(default_factory=list)
+    of_the_killed: list[float] = field(default_factory=list)
+    """For the next turn of each conversation of the killed engine: the share computed again."""
+
+
+class Engine:
+    """Keeps the chunks that were used last."""
+
+    def __init__(self, name: str, room: int) -> None:
+        self.load = Load(name)
+        self._room = room
+        self._chunks: OrderedDict[int, None] = OrderedDict()
+
+    def take(self, chain: Sequence[int]) -> int:
+        """Compute a prompt. Returns how many of its first chunks were there."""
+        known = known_first(chain, self._chunks)
+        for link in reversed(chain):  # the last chunks are the first to go
+            self._chunks[link] = None
+            self._chunks.move_to_end(link)
+        while len(self._chunks) > self._room:
+            self._chunks.popitem(last=False)
+        return known
+
+    def clear(self) -> None:
+        self._chunks.clear()
+
+
+class Fleet:
+    """Runs sessions. killed: whether an engine loses its cache once half of the turns are over."""
+
+    def __init__(
+        self,
+        arm: Arm,
+        sessions: Sequence[Session],
+        maker: Maker,
+        *,
+        live: int,
+        room: int,
+        scale: int,
+        killed: bool,
+    ) -> None:
+        """live: sessions at a time. room: of each engine, in chunks. scale: divides tokens."""
+        self._arm = arm
+        self._maker = maker
+        self._left = deque(sessions)
+        self._live = live
+        self._rate = RATE / scale
+        self._token_s = TOKEN_S * scale
+        self._engines = [Engine(f"engine-{number}", room) for number in range(REPLICAS)]
+        self._store: set[int] = set()
+        self._policy = _policy(arm.strategy)
+        if isinstance(self._policy, PrefixAware):
+            store = "store" if arm.shared else ""
+            for engine in self._engines:
+                capacity = Capacity(engine=room * CHUNK, store=store)
+                self._policy.index.resize(engine.load.name, capacity)
+        self._conversations = Conversations()
+        self._last: dict[str, tuple[str, Sequence[int]]] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._now = 0.0
+        self._owed = 0.0  # tokens of one-shots
+        self._repeats = 0  # chunks that the last request had in common with its turn before
+        self._kill_at = sum(len(it.turns) for it in sessions) // 2 if killed else None
+        self._orphans: set[str] = set()
+        self.found = Found()
+
+    def run(self) -> Found:
+        for _ in range(self._live):
+            self._begin()
+        while self._events:
+            self._now, _, act = heapq.heappop(self._events)
+            act()
+        return self.found
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), act))
+
+    def _begin(self) -> None:
+        if self._left:
+            session = self._left.popleft()
+            self._next(session, iter(session.turns))
+
+    def _next(self, session: Session, turns: Iterator[Turn]) -> None:
+        if (turn := next(turns, None)) is None:
+            self._begin()
+            return
+        self._at(self._now + turn.pause, lambda: self._ask(session, turn, turns))
+
+    def _ask(self, session: Session, turn: Turn, turns: Iterator[Turn]) -> None:
+        if self.found.turns == self._kill_at:
+            self._kill()
+        over = self._send(turn, turn.agent or session.name, session.name if turn.agent else "")
+        self._at(over, lambda: self._next(session, turns))
+        while self._owed > 0:
+            shot = self._maker.one_shot()
+            self._owed -= shot.tokens
+            self._send(shot, "", "")
+
+    def _send(self, turn: Turn, conversation: str, parent: str) -> float:
+        """Send a request. Returns when its answer is over."""
+        hinted = self._arm.hinted and conversation
+        intent = CacheIntent(parent=parent if hinted else "", final=turn.ends)
+        request = RoutingRequest(
+            tokens=turn.tokens,
+            chain=turn.chain,
+            session=conversation if hinted or self._arm.strategy == "session" else "",
+            intent=intent,
+            streamed=True,
+        )
+        loads = [engine.load for engine in self._engines]
+        began = time.perf_counter()
+        choice = self._conversations.choose(self._policy, request, loads, self._now)
+        self._policy.learn(request, choice.replica.name, self._now)
+        if hinted:
+            self._conversations.learn(request, choice.replica.name)
+        self.found.decisions_s.append(time.perf_counter() - began)
+        engine = next(it for it in self._engines if it.load is choice.replica)
+        known = engine.take(turn.chain)
+        if self._arm.shared:
+            known = max(known, known_first(turn.chain, self._store))
+            self._store.update(turn.chain)
+        work = engine.load.begin(turn.tokens, choice.held, True, self._now)
+        computed = turn.tokens - known * CHUNK
+        begins = self._now + computed / self._rate
+        over = begins + turn.output * self._token_s
+        self._at(begins, lambda: engine.load.computed(work))
+        self._at(over, lambda: engine.load.end(work))
+        if conversation:
+            self._count(turn, conversation, engine.load.name, known)
+            self._owed += self._arm.one_shots * max(turn.tokens - self._repeats * CHUNK, 0)
+        return over
+
+    def _count(self, turn: Turn, conversation: str, engine: str, known: int) -> None:
+        found = self.found
+        found.turns += 1
+        found.tokens += turn.tokens
+        found.hit += known * CHUNK
+        before, chain = self._last.get(conversation, ("", ()))
+        self._repeats = same = known_first(turn.chain, dict.fromkeys(chain))
+        if before:
+            again = max(same - known, 0)
+            found.repeated.append(again * CHUNK)
+            found.moves += engine != before
+            if conversation in self._orphans and same:
+                self._orphans.discard(conversation)
+                found.of_the_killed.append(again / same)
+        self._last[conversation] = (engine, turn.chain)
+        if turn.ends:
+            del self._last[conversation]
+
+    def _kill(self) -> None:
+        engine = self._engines[0]
+        engine.clear()
+        self._policy.forget(engine.load.name)
+        self._conversations.forget(engine.load.name)
+        self._orphans = {
+            name for name, (where, _) in self._last.items() if where == engine.load.name
+        }
+
+
+def _policy(strategy: str) -> Policy:
+    match strategy:
+        case "roundrobin":
+            return RoundRobin()
+        case "session":
+            return SessionPolicy()
+    return PrefixAware(PrefixIndex())

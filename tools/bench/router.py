@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a router in front of replicas: requests/s, CPU, latency and streams, as ratios.
+
+The same two stub replicas (stub_replica.py) stand behind every arm: none ("direct": one replica, or
+for streams both, without a router), vllm-router with its cheapest policy and as many threads as it
+likes, and ours with each strategy, in one process or ("x2") in two, one with a line in the log for
+each request ("+log"), and some that send all traces ("+traces") or one in 100 ("+sampled"). Rounds
+of load go to the arms in turn, so that what else the machine does falls on all, and each round's
+figure is set against vllm-router's of the same round. Printed are medians over the rounds and, in
+brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
+
+Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
+never comes again. An answer that is not whole ends the benchmark. Nothing is pinned to CPUs. If
+load, replicas and router share two cores, requests/s depend on all three, and CPU only on the
+router.
+
+With --before, a checkout of another version is measured in the same rounds.
+"""
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import httptools
+import psutil
+import uvloop
+
+from tests.support.harness import ports, stub_replica
+from tests.support.harness.process import ROOT, ROUTE, Program, cpu_seconds
+from tests.support.harness.stats import (
+    cpu_ratio,
+    paired,
+    percentiles,
+    print_changes,
+    rate_ratio,
+    spread,
+)
+
+DIRECT, PEER = "direct", "vllm-router"
+STRATEGIES = (
+    *("prefixaware", "prefixaware x2", "session", "roundrobin"),
+    *("roundrobin +log", "roundrobin +traces", "roundrobin +sampled"),
+)
+PATH = "/v1/chat/completions"
+CONVERSATIONS = 64
+TARGETS = (1.5, 0.8, 0.3)
+"""Requests/s and CPU for each streamed chunk ÷ vllm-router's, ms added to P50."""
+
+
+class Workload(NamedTuple):
+    """A closed loop. prompt: bytes of each; rate: tokens/s of each stream, 0 for whole answers."""
+
+    title: str
+    connections: int
+    prompt: int
+    rate: int = 0
+
+    @property
+    def unit(self) -> str:
+        return "token" if self.rate else "request"
+
+
+SMALL = Workload("short prompts, concurrency 32", 32, 150)
+ALONE = Workload("short prompts, one client", 1, 150)
+STREAMS = Workload("64 streams of 50 tokens/s", 64, 150, rate=50)
+FLOOD = Workload("256 streams of 200 tokens/s: 51,200 offered", 256, 150, rate=200)
+LONG = Workload("prompts of 32 KB, concurrency 8", 8, 32_000)
+LONGER = Workload("prompts of 256 KB, concurrency 8", 8, 256_000)
+WORKLOADS = {
+    "small": SMALL,
+    "alone": ALONE,
+    "streams": STREAMS,
+    "flood": FLOOD,
+    "32k": LONG,
+    "256k": LONGER,
+}
+
+
+class Round(NamedTuple):
+    """One round of one arm. rate: of requests or tokens; cpu: seconds for each; memory: bytes."""
+
+    rate: float
+    cpu: float
+    p50: float
+    p99: float
+    memory: int
+
+
+Rounds = dict[str, list[Round]]
+Arm = tuple[Sequence[int], Program | None]
+"""Ports to load, and the router if there is one."""
+
+
+class Failed(Exception):
+    """An answer that is wrong or cut short."""
+
+
+class Load:
+    """The shared state of one round's connections."""
+
+    numbers = itertools.count()
+
+    def __init__(self, workload: Workload, seconds: float) -> None:
+        self.connections, self.left = workload.connections, workload.connections
+        self.tokens = round(workload.rate * seconds)
+        # A stream is as long as the round, so there is one for each connection.
+        self.seconds = 0 if self.tokens else seconds
+        self.whole = self.tokens + 1 if self.tokens else len(stub_replica.ANSWER[PATH])
+        self.requests = [self.request(number, workload.prompt) for number in range(CONVERSATIONS)]
+        self.times: list[float] = []
+        self.done = asyncio.get_running_loop().create_future()
+
+    def request(self, conversation: int, prompt: int) -> tuple[bytes, bytes]:
+        """The parts before and after the number at the end of a prompt."""
+        text = f"{conversation:02} {'word ' * (prompt // 5)}"
+        begin = b'{"model":"stub","messages":[{"role":"user","content":"' + text.encode()
+        end = b'"}],"max_tokens":%d,"stream":%b}' % (
+            self.tokens or 64,
+            b"true" if self.tokens else b"false",
+        )
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            f"x-amzn-sagemaker-session-id: conversation-{conversation:02}\r\n"
+            f"content-length: {len(begin) + 8 + len(end)}\r\n\r\n"
+        )
+        return head.encode() + begin, end
+
+    def next(self) -> bytes:
+        number = next(self.numbers)
+        begin, end = self.requests[number % CONVERSATIONS]
+        return b"%b%08d%b" % (begin, number, end)
+
+    def fail(self, why: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(Failed(why))
+
+    async def run(self, ports: Sequence[int]) -> tuple[int, float]:
+        """How many requests or tokens were answered, in how many seconds."""
+        loop = asyncio.get_running_loop()
+        clients = []
+        for number in range(self.connections):
+            port = ports[number % len(ports)]
+            clients.append(
+                (await loop.create_connection(lambda: Client(self), "127.0.0.1", port))[1]
+            )
+        began = time.perf_counter()
+        self.end = began + self.seconds
+        for client in clients:
+            client.ask()
+        try:
+            async with asyncio.timeout(60 + 4 * self.seconds):
+                await self.done
+        finally:
+            for client in clients:
+                client.transport.abort()
+        return len(self.times) * (self.tokens or 1), time.perf_counter() - began
+
+
+class Client(asyncio.Protocol):
+    """One connection: asks again when it has the whole answer, until the round's time is over.
+
+    began: when it asked, 0 when it is done. got: bytes of a whole answer; of a stream, ends of
+    line: an event has two, in however many pieces it comes.
+    """
+
+    transport: asyncio.Transport
+    began = 0.0
+    got = 0
+    last = b""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.parser = httptools.HttpResponseParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def ask(self) -> None:
+        self.got, self.began = 0, time.perf_counter()
+        self.transport.write(self.load.next())
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.load.fail(f"not HTTP: {error} in {data[:300]!r}")
+
+    def on_body(self, body: bytes) -> None:
+        self.got += body.count(b"\n") if self.load.tokens else len(body)
+        self.last = body
+
+    def on_message_complete(self) -> None:
+        now, load, status = time.perf_counter(), self.load, self.parser.get_status_code()
+        got = self.got / 2 if load.tokens else self.got
+        if status != 200 or got != load.whole:
+            what = "events" if load.tokens else "bytes"
+            load.fail(f"answer {status} with {got:g} of {load.whole} {what}: {self.last[-300:]!r}")
+            return
+        load.times.append(now - self.began)
+        if now < load.end:
+            self.ask()
+            return
+        load.left -= 1
+        self.began = 0.0
+        self.transport.close()
+        if not load.left and not load.done.done():
+            load.done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.began:
+            self.load.fail(f"a connection was cut: {error or 'closed'}")
+
+
+def measured(
+    workload: Workload, ports: Sequence[int], router: Program | None, seconds: float
+) -> Round:
+    async def run() -> tuple[int, float, list[float]]:
+        load = Load(workload, seconds)
+        return *await load.run(ports), load.times
+
+    processes = [router.own, *router.children()] if router else []
+    cpu = cpu_seconds(processes)
+    count, elapsed, times = uvloop.run(run())
+    cpu = cpu_seconds(processes) - cpu
+    memory = sum(process.memory_info().rss for process in processes)
+    return Round(count / elapsed, cpu / count, *percentiles(times), memory)
+
+
+def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
+    """Start the replicas and every arm, and load the arms in turn."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def start(name: str, *command: str, root: Path = ROOT, **environ: str) -> Program:
+            log = Path(folder, name.replace(" ", "-"))
+            program = Program(*command, environ=environ, log=log, root=root)
+            stack.enter_context(program).ready()
+            return program
+
+        stub = (sys.executable, stub_replica.__file__, f"--rate={workload.rate or 50}", "{port}")
+        stubs = [start(name, *stub) for name in ("stub-1", "stub-2")]
+        replicas = [it.url for it in stubs]
+        direct = [it.port for it in stubs]
+        arms: dict[str, Arm] = {DIRECT: (direct if workload.rate else direct[:1], None)}
+        peer = [options.vllm_router, "--worker-urls", *replicas, "--policy", "round_robin"]
+        peer += ["--host", "127.0.0.1", "--port", "{port}", "--log-level", "error"]
+        peer += ["--prometheus-port", str(ports.free())]
+        routers = {PEER: start(PEER, *peer)}
+        checkouts = {"": ROOT} | ({"before: ": options.before.resolve()} if options.before else {})
+        for label, arm in itertools.product(checkouts, options.strategies):
+            strategy, *more = arm.split()
+            processes = next((it[1:] for it in more if it.startswith("x")), "1")
+            routers[label + arm] = start(
+                label + arm,
+                *ROUTE,
+                root=checkouts[label],
+                OPTION_ROUTER_REPLICAS=",".join(replicas),
+                OPTION_ROUTING_STRATEGY=strategy,
+                OPTION_ROUTER_PROCESSES=processes,
+                OPTION_ROUTER_ACCESS_LOG=str("+log" in more).lower(),
+                **traced(more, replicas[0]),
+            )
+        arms |= {name: ([it.port], it) for name, it in routers.items()}
+
+        rounds: Rounds = {arm: [] for arm in arms}
+        for number in range(-1, options.rounds):  # the first warms up and is not counted
+            # Every other round the other way about, so that none is always first.
+            for arm in arms if number % 2 else reversed(arms):
+                try:
+                    one = measured(workload, *arms[arm], options.seconds)
+                except (Failed, TimeoutError) as error:
+                    sys.exit(f"{workload.title}, {arm}: {error or 'an answer never came'}")
+                if number >= 0:
+                    rounds[arm].append(one)
+        return rounds
+
+
+def traced(words: Sequence[str], collector: str) -> dict[str, str]:
+    """Variables of an arm for its traces. words: of its name."""
+    every = stub_replica.collects(collector)
+    sampled = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"}
+    if "+sampled" in words:
+        return every | sampled
+    return every if "+traces" in words else {}
+
+
+def report(workload: Workload, rounds: Rounds) -> None:
+    unit = workload.unit
+    columns = [f"{unit}s/s", f"÷ {PEER}'s", f"CPU µs/{unit}", f"÷ {PEER}'s", "RSS MB"]
+    if not workload.rate:
+        columns += ["added P50 µs", "added P99 µs"]
+    print(f"\n{workload.title}")
+    print(f"{'':22}" + "".join(f"{column:>25}" for column in columns))
+    for arm, all_of_it in rounds.items():
+        cells = [
+            spread([it.rate for it in all_of_it], ".0f"),
+            spread(paired(rate_ratio, all_of_it, rounds[PEER]), ".2f"),
+            spread([1e6 * it.cpu for it in all_of_it], ".1f"),
+            spread(paired(cpu_ratio, all_of_it, rounds[PEER]), ".2f"),
+            f"{max(it.memory for it in all_of_it) / 1e6:.0f}",
+        ]
+        if arm == DIRECT:  # no router, so neither its CPU nor its memory
+            cells[2:] = ["-"] * 3
+        if not workload.rate:
+            for figure in (added_p50, added_p99):
+                cells.append(
+                    spread([1e6 * s for s in paired(figure, all_of_it, rounds[DIRECT])], ".0f")
+                )
+        print(f"{arm:22}" + "".join(f"{cell:>25}" for cell in cells), flush=True)
+    print_changes(rounds)
+
+
+def added_p50(it: Round, base: Round) -> float:
+    return it.p50 - base.p50
+
+
+def added_p99(it: Round, base: Round) -> float:
+    return it.p99 - base.p99
+
+
+def report_targets(found: dict[Workload, Rounds], strategies: Sequence[str]) -> None:
+    print()
+    for arm in strategies:
+        figures = (
+            (f"requests/s ÷ {PEER}'s", paired(rate_ratio, found[SMALL][arm], found[SMALL][PEER])),
+            (
+                f"CPU per streamed chunk ÷ {PEER}'s",
+                paired(cpu_ratio, found[STREAMS][arm], found[STREAMS][PEER]),
+            ),
+            (
+                "added P50 ms",
+                [1e3 * s for s in paired(added_p50, found[ALONE][arm], found[ALONE][DIRECT])],
+            ),
+        )
+        told = (
+            f"{name}: {statistics.median(values):.2f} (target {target})"
+            for (name, values), target in zip(figures, TARGETS, strict=True)
+        )
+        print(f"{arm}: {'; '.join(told)}")
+
+
+def plot(found: dict[Workload, Rounds], file: Path) -> None:
+    """Bars of requests/s and of CPU for each streamed chunk, side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4))
+    panels: tuple[tuple[Workload, str, str, Callable[[Round], float]], ...] = (
+        (SMALL, "requests/s, concurrency 32", "%.0f", lambda it: it.rate),
+        (STREAMS, "router's CPU µs for each streamed chunk", "%.1f", lambda it: 1e6 * it.cpu),
+    )
+    for place, (workload, title, form, value) in enumerate(panels, 1):
+        arms = [arm for arm in found[workload] if not (workload.rate and arm == DIRECT)]
+        values = [statistics.median(map(value, found[workload][arm])) for arm in arms]
+        axes = figure.add_subplot(1, 2, place)
+        axes.bar_label(axes.bar(arms, values), fmt=form)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set_title(title)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm-router", required=True, help="its command")
+    parser.add_argument("--strategies", nargs="*", default=STRATEGIES, help="ours to measure")
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--rounds", type=int, default=9, help="2 or more")
+    parser.add_argument("--seconds", type=float, default=4, help="of load on one arm in a round")
+    parser.add_argument("--before", type=Path, help="a checkout to measure as well")
+    parser.add_argument("--plot", type=Path, help="a file for bars, like bars.png")
+    options = parser.parse_args()
+    print(
+        f"{psutil.cpu_count()} CPUs; arms in turn: {', '.join((DIRECT, PEER, *options.strategies))}"
+    )
+    found = {}
+    for name in options.workloads:
+        workload = WORKLOADS[name]
+        found[workload] = compare(workload, options)
+        report(workload, found[workload])
+    if {SMALL, ALONE, STREAMS} <= found.keys():
+        report_targets(found, options.strategies)
+    if options.plot and {SMALL, STREAMS} <= found.keys():
+        plot(found, options.plot)
+
+
+if __name__ == "__main__":
+    main()
