@@ -2,26 +2,19 @@
 """A container with several models, and room for one: its doors, its swaps, and its end."""
 
 import concurrent.futures
-import functools
 import json
 import shutil
 import signal
 import sys
-import tarfile
 import threading
-from typing import Any
 
-import boto3
 import httpx
 import psutil
 import pytest
-from botocore.config import Config
 
 from tests.support.harness.process import AS_ENTRYPOINT_SH, Program
 from tests.support.harness.wait import until
 from tests.support.models import tiny
-from tools.sagemaker_local import server
-from tools.sagemaker_local.wire import Key
 
 ROOM = {"OPTION_MODELS_MEMORY": "3G", "OPTION_KV_CACHE_MEMORY_BYTES": "64M"}
 """Room for one model; the plan takes 2.6 GiB for one."""
@@ -236,53 +229,3 @@ def test_calls_that_are_refused(multi, body, why):
 def test_a_link_does_not_lead_out_of_the_roots(multi):
     (multi.folder / "link").symlink_to("/etc")
     assert multi.load("z", multi.folder / "link").status_code == 400
-
-
-def test_boto3_names_target_models_and_one_is_unloaded_for_another(tmp_path):
-    """Through the stand-in for SageMaker, which unloads a model after a 507."""
-    for name in ("x", "y"):
-        file = tmp_path / "s3" / "bucket" / "models" / f"{name}.tar.gz"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(file, "w:gz") as archive:
-            for path in tiny.make().iterdir():
-                archive.add(path.resolve(), path.name)
-    program = tmp_path / "serve"
-    program.write_text(f"#!/bin/sh\nexec {sys.executable} -m tests.serving.models.parts\n")
-    program.chmod(0o755)
-    key = Key("id", "secret")
-    limits = {"accept_s": 60, "ping_s": 60, "startup_s": 300, "answer_s": 300}
-    with server.running(s3=tmp_path / "s3", key=key, programs=[program], **limits) as url:
-        about: dict[str, Any] = {
-            "endpoint_url": url,
-            "region_name": "us-east-1",
-            "aws_access_key_id": key.id,
-            "aws_secret_access_key": key.secret,
-            "config": Config(retries={"total_max_attempts": 1}, read_timeout=300),
-        }
-        control = boto3.client("sagemaker", **about)
-        container = {
-            "Image": f"process:{program}",
-            "Mode": "MultiModel",
-            "ModelDataUrl": "s3://bucket/models/",
-            "Environment": {**AS_ENTRYPOINT_SH, **ROOM},
-        }
-        role = "arn:aws:iam::123456789012:role/serving"
-        control.create_model(ModelName="m", ExecutionRoleArn=role, PrimaryContainer=container)
-        variant = {"VariantName": "all", "ModelName": "m", "InstanceType": "ml.g5.xlarge"}
-        variants = [{**variant, "InitialInstanceCount": 1}]
-        control.create_endpoint_config(EndpointConfigName="e", ProductionVariants=variants)
-        control.create_endpoint(EndpointName="e", EndpointConfigName="e")
-        status = functools.partial(control.describe_endpoint, EndpointName="e")
-        until(lambda: status()["EndpointStatus"] == "InService", 300)
-        runtime = boto3.client("sagemaker-runtime", **about)
-        for target in ("x.tar.gz", "x.tar.gz", "y.tar.gz"):
-            answer = runtime.invoke_endpoint(
-                EndpointName="e",
-                TargetModel=target,
-                ContentType="application/json",
-                Body=b'{"inputs": "Hi", "parameters": {"max_new_tokens": 2}}',
-            )
-            assert answer["ResponseMetadata"]["HTTPStatusCode"] == 200
-        (copy,) = httpx.get(url).json()["copies"]
-        calls = [it.split()[0] + it.split()[-1] for it in copy["calls"]]
-        assert calls == ["POST200", "POST507", "DELETE200", "POST200"]
