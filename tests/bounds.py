@@ -364,6 +364,10 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "serving/engine/calls.py": {
         "Route.__call__ self.read": "a body that was taken whole",
     },
+    "serving/engine/patches/outputs/processor.py": {
+        "Texts.__init__ tokenizer.decode": "one token, which the engine has given",
+        "Texts.decode self._tokenizer.decode": "tokens that the engine has given",
+    },
     "serving/engine/texts/generation.py": {
         "Generation.token self.tokenizer.decode": "one token, which the engine has given",
     },

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipway"
 PINNED = (ROOT / "requirements" / "tools.txt").read_text().split("\n")
 INSTALL = '. scripts/env.sh; uv pip install --quiet --no-deps --target "$1" "$2"'

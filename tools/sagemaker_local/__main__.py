@@ -91,6 +91,7 @@ LIMITS = {
     "ping_every_s": "seconds between pings",
     "stop_s": "seconds between SIGTERM and SIGKILL",
     "startup_s": "seconds to become healthy, in the place of what the endpoint says",
+    "load_s": "seconds to load a model of a multi-model endpoint",
     "scrape_s": "seconds between scrapes of /metrics, likewise",
     "header_bytes": "bytes of an answer's headers",
     "payload_bytes": "bytes of a request; SageMaker's own model says 6291456, its guide 25 MB",

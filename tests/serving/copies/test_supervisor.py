@@ -102,10 +102,17 @@ def test_a_client_sees_one_server(container):
 def test_only_requests_of_clients_have_lines_and_each_has_one(container):
     answer = container.ask(**{"x-request-id": "the-one"})
     assert answer.status_code == 200
-    served = [it for it in container.lines() if it["logger"] == "serving.access"]
-    models = {it["request_id"] for it in served if it["path"] == "/v1/models"}
+
+    def served():
+        return [it for it in container.lines() if it["logger"] == "serving.access"]
+
+    def own():
+        return [it for it in served() if it["request_id"] == "the-one"]
+
+    until(own, 10)
+    models = {it["request_id"] for it in served() if it["path"] == "/v1/models"}
     assert models <= {*OURS.values()}  # and none that the router has asked
-    (line,) = [it for it in served if it["request_id"] == "the-one"]
+    (line,) = own()
     assert line["copy"] in (0, 1)
 
 

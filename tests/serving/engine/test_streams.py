@@ -255,7 +255,8 @@ async def test_a_token_takes_four_stays_without_a_return(path):
 
     async def answer(call, sink, usage):
         none: Any = None
-        events: Any = SimpleNamespace(token=lambda *_: b"data: b\n\n")
+        events: Any = SimpleNamespace()
+        events.part = events.token = lambda *_: b"data: b\n\n"
         made, steps = (Steps(none), True) if call.steps else (events, False)
         it = Client(lambda results: Stream(sink, made, steps, 0, results))
         sink.stream()
