@@ -396,7 +396,8 @@ class ReplicaPool:
             replica.idle.close()
             self._on_gone(replica)
             self._gone[replica.name] = time.monotonic()
-        for url in sorted(urls - {replica.name for replica in self.replicas}):
+        added = urls - {replica.name for replica in self.replicas}
+        for url in sorted(added, key=lambda it: (self._numbers.get(it, -1), it)):
             replica = Replica(url, self._numbers.get(url))
             replica.breaker = CircuitBreaker(
                 functools.partial(self._peers, replica),
