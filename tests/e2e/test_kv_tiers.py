@@ -188,7 +188,7 @@ def test_a_cache_server_that_hangs_is_started_again(first):
 
 def test_the_dashboard_finds_its_series(first):
     """But those of a router, of adapters and of speculation, which test_compose.py has."""
-    others = ("slipway_router", "slipway_adapter", "vllm:spec_decode")
+    others = ("slipway_router", "slipway_turn", "slipway_adapter", "vllm:spec_decode")
     wanted = {it for it in composed.of_the_dashboard() if not it.startswith(others)}
     assert ask(first, prompt("killed"))[1] > 0  # from memory now; before, from behind it
     until(lambda: wanted <= composed.exported(first.client.get("/metrics").text).keys())
