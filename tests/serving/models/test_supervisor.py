@@ -124,6 +124,7 @@ def test_series_have_the_model(turns):
     assert "slipway_copies" not in text
 
 
+@pytest.mark.nightly
 def test_a_killed_server_is_started_again_by_the_next_request(turns):
     assert turns.ask("b").status_code == 200
     (server,) = turns.servers()
