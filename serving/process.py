@@ -68,9 +68,7 @@ def keep_freed_memory(size: int) -> None:
     By default (mallopt(3)) it returns free memory above 128 KiB at the end of its heap to the
     kernel at once, and the kernel must clear it for the next use.
     """
-    with contextlib.suppress(AttributeError):  # a C library without mallopt()
-        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(parameter, size)
+    _mallopt({_M_TRIM_THRESHOLD: size, _M_MMAP_THRESHOLD: size})
 
 
 def return_freed_memory(size: int) -> None:
@@ -81,8 +79,12 @@ def return_freed_memory(size: int) -> None:
     freed, and there are eight heaps a core. A heap shrinks only at its end: a small block that is
     still used keeps everything below it, so that each thread's largest body stays allocated.
     """
+    _mallopt({_M_MMAP_THRESHOLD: size, _M_ARENA_MAX: _HEAPS})
+
+
+def _mallopt(parameters: Mapping[int, int]) -> None:
     with contextlib.suppress(AttributeError):  # a C library without mallopt()
-        for parameter, value in ((_M_MMAP_THRESHOLD, size), (_M_ARENA_MAX, _HEAPS)):
+        for parameter, value in parameters.items():
             ctypes.CDLL(None).mallopt(parameter, value)
 
 

@@ -37,6 +37,7 @@ from serving.protocol import INVOCATIONS
 from serving.router.fleet.own_copies import OwnCopies
 from serving.server import cache
 from serving.server.prepare import Deployment, Shared
+from serving.sources.digests import State
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Supervisor(Container):
             closed=bool(self._settings.router_secret),
         )
         self._left_out: dict[int, str] = {}
-        self._files: dict[str, fingerprints.State] = {}
+        self._files: dict[str, State] = {}
         self._cache: CacheServer | None = None
         self._looks = Looks(
             self._plan.copies, divided.of_router(self._settings, self._own.urls, self._secret)

@@ -7,7 +7,6 @@ a value, which the next ones read.
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -219,8 +218,9 @@ class Pipeline:
                     formatters = self._formatters(adapter)
                     prepared = await prepare(request, formatters, self.engine, settings)
                     tenant = self.tenant(request.client)
-                    separate = functools.partial(isolate, hints=self._hints, settings=settings)
-                    isolated = await separate(request, prepared, adapter, tenant)
+                    isolated = await isolate(
+                        *(request, prepared, adapter, tenant), hints=self._hints, settings=settings
+                    )
                 except RecursionError:  # nested parts are read again, with less of the stack left
                     raise BadRequest(TOO_DEEP) from None
                 if adapter:

@@ -22,7 +22,7 @@ from lmi_config.facts.model import LONGEST_JSON, Folder, ModelError, weight_file
 from lmi_config.options.parsers import AUTO
 from serving import folders
 from serving.kv_cache.neutral_options import ELSEWHERE, HARMLESS
-from serving.sources.digests import of_model
+from serving.sources.digests import State, of_model, state_of
 
 SCHEMA = 2
 """The version of the tiers' content. Version 1 may have null blocks and prompts of embeddings."""
@@ -102,16 +102,9 @@ def fingerprint(
     return of_model(files, facts, whole=whole)
 
 
-State = tuple[int, int, int, int]
-"""A file's size, inode, and times of modification and change in nanoseconds."""
-
-
 def states(folder: Path) -> dict[str, State]:
     """Return the states of the files that KV depends on. Raises OSError."""
-    found = {name: (folder / name).stat() for name in _files(Folder(folder))}
-    return {
-        name: (it.st_size, it.st_ino, it.st_mtime_ns, it.st_ctime_ns) for name, it in found.items()
-    }
+    return {name: state_of((folder / name).stat()) for name in _files(Folder(folder))}
 
 
 def _files(checkpoint: Folder) -> Iterator[str]:

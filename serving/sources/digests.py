@@ -65,13 +65,19 @@ class Digests:
         return digest
 
 
-def _state(path: Path, file: BinaryIO) -> tuple[Path, int, int, int, int, int]:
-    """Return the file's facts that change with its content. The last one, the time of the inode's
-    change, cannot be set by users.
-    """
-    status = os.fstat(file.fileno())
+State = tuple[int, int, int, int, int]
+"""A file's device, inode and size, and its times of modification and of the inode's change in
+nanoseconds."""
+
+
+def state_of(status: os.stat_result) -> State:
+    """Return the facts of a file that change with its content. Users cannot set the last one."""
     times = status.st_mtime_ns, status.st_ctime_ns
-    return (path, status.st_dev, status.st_ino, status.st_size, *times)
+    return (status.st_dev, status.st_ino, status.st_size, *times)
+
+
+def _state(path: Path, file: BinaryIO) -> tuple[Path, int, int, int, int, int]:
+    return (path, *state_of(os.fstat(file.fileno())))
 
 
 def _digest(path: Path) -> str:

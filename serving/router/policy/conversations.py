@@ -14,10 +14,10 @@ from typing import NamedTuple
 from serving.router.policy.candidates import Candidates
 from serving.router.policy.policies import (
     NEAR,
-    UNCACHED,
     Choice,
     Policy,
     PrefixAware,
+    cost_of,
 )
 from serving.router.policy.prefix_index import TOKENS
 from serving.router.policy.replica_load import Load
@@ -59,7 +59,8 @@ class Conversations:
         if near is None or near is choice.replica:
             return choice
         other = policy.choose(request, [near], now)
-        return other if _cost(request, other) <= _cost(request, choice) + NEAR else choice
+        dearer = cost_of(request, *other) - cost_of(request, *choice)
+        return other if dearer <= NEAR else choice
 
     def _near(
         self, request: RoutingRequest, replicas: Sequence[Load], choice: Choice
@@ -110,9 +111,3 @@ class Conversations:
         theirs = [it for it, turn in self._turns.items() if turn.replica == replica]
         for conversation in theirs:
             self._turns[conversation] = self._turns[conversation]._replace(replica="")
-
-
-def _cost(request: RoutingRequest, choice: Choice) -> float:
-    """The cost of the request at a replica, as the strategies count it, without adapters."""
-    replica = choice.replica
-    return UNCACHED * replica.prices.work(request.tokens, choice.held) + replica.waiting

@@ -87,6 +87,11 @@ class RoundRobin:
         pass
 
 
+def cost_of(request: RoutingRequest, replica: Load, held: Held) -> float:
+    """The cost of a request at a replica that holds these of its tokens, without adapters."""
+    return UNCACHED * replica.prices.work(request.tokens, held) + replica.waiting
+
+
 class _Cheapest:
     """The replica that can begin the answer first, by one measure for all: prompt tokens that must
     be computed before, the request's own and those queued, and the requests under way.
@@ -127,7 +132,7 @@ class _Cheapest:
         for replica in replicas:
             replica.settle(now)
             held = Held.of(self.reach(request, replica.name, now), request.tokens)
-            cost = UNCACHED * replica.prices.work(request.tokens, held) + replica.waiting
+            cost = cost_of(request, replica, held)
             if adapter and not self._has(replica, adapter):
                 cost += ADAPTER_LOAD + (replica is not home) * AWAY
             found.append((cost, replica, held))

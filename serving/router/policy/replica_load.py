@@ -55,7 +55,7 @@ class Load:
     context: int = 0
     """Prompt tokens of all requests under way."""
     prices: Prices = DEFAULT_PRICES
-    """Of what it loads."""
+    """The prices of loads from its tiers."""
     adapter_slots: int = ADAPTERS
     """Adapters that its engine keeps."""
     prefill_rate: float = PREFILL_RATE

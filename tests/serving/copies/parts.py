@@ -13,23 +13,17 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-from lmi_config.options.settings import SettingsError
 from serving.copies import life, supervisor
-from serving.copies.__main__ import be, run
-from serving.copies.part import CopyPart, take
+from serving.copies.__main__ import be
+from serving.copies.part import CopyPart
 from serving.engine.base import EngineError
-from serving.exit import failure, report
 from serving.http.sockets import bound
-from serving.observability import logs
 from serving.process import adopt_orphans
-from serving.protocol import COMPLETIONS
 from serving.server.prepare import prepare
 from serving.server.server import Server
-from serving.server.startup import Runtime
-from tests.fake_engine import FakeEngine
+from tests.serving.copies.fake_child import live, slow_runtime
 
 PROGRAM = (sys.executable, "-P", "-m", "tests.serving.copies.parts")
 
@@ -49,42 +43,23 @@ def child(part):
             raise EngineError(os.environ.get("COPY_FAULT", "CUDA out of memory"))
         if Path(os.environ.get("COPIES_END", "/nowhere")).exists():
             threading.Timer(0.2, os._exit, [7]).start()
-        engine = FakeEngine(settings.model_names)
-        completions = engine.completions
+        return slow_runtime(settings, float(os.environ.get("COPY_SLOW", "0")))
 
-        async def slowly(call, sink, usage):
-            await asyncio.sleep(float(os.environ.get("COPY_SLOW", "0")))
-            await completions(call, sink, usage)
-
-        engine.answers[COMPLETIONS] = slowly
-        return Runtime(engine=engine, adapters=None, code=None, cache=None)
-
-    async def live(listener):
+    async def serve(listener):
         shared = part.deployment.shared
         others = shared.others if shared else None
         return await Server(listener, settings, start, others=others).run()
 
     adopt_orphans()
     with bound("127.0.0.1", settings.port, backlog=100) as listener:
-        return asyncio.run(live(listener))
+        return asyncio.run(serve(listener))
 
 
-def main():
-    logs.configure(os.environ)
+def supervise():
     life.RESTART_S = 0.1
     supervisor.PATIENCE_S = float(os.environ.get("PATIENCE_S", "600"))
-    try:
-        end = supervisor.supervise(prepare(dict(os.environ)), {}, PROGRAM)
-    except SettingsError as error:
-        end = failure(error)
-    report(end)
-    logs.flush()
-    os._exit(end.code)
+    return supervisor.supervise(prepare(dict(os.environ)), {}, PROGRAM)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        code = run(take(int(sys.argv[1])), child)
-        time.sleep(0)
-        os._exit(code)
-    main()
+    live(child, supervise)

@@ -22,7 +22,7 @@ def _put(_: Context) -> None:
     def make(preprocess_chat: Any) -> Any:
         @wraps(preprocess_chat)
         async def named(self: Any, request: Any, messages: Any, *rest: Any, **more: Any) -> Any:
-            # Of a copy that is one call's (calls.RequestStandIn.own).
+            # `self` is the copy for one call (calls.RequestStandIn.own).
             name = getattr(self, "name_medium", None)
             if name and (media := _media(messages, kinds)):
                 await in_thread(_name, media, kinds, name)

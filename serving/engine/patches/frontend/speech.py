@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is relied on of vLLM's speech, which serving/engine/speech/transcription.py builds upon."""
+"""The private names of vLLM's speech that serving/engine/speech/transcription.py uses."""
 
 from serving.engine.patches.frontend.context import Context
 from serving.patching.patch import SERVER, Name, Patch

@@ -154,7 +154,7 @@ def test_an_order_goes_on_beyond_what_is_kept():
     order = [*homes.order("key")]
     assert sorted(order) == sorted(names)
     assert [*homes.order("key")] == order
-    # One that goes takes nothing with it.
+    # Without one of them, the others keep their order.
     assert [*Homes([it for it in names if it != order[1]]).order("key")] == [order[0], *order[2:]]
 
 
