@@ -415,6 +415,8 @@ class Supervisor(Container):
         log.error("a model's server has ended: %s", reason, extra={"facts": facts})
         steady = time.monotonic() - entry.since >= STEADY_S
         entry.quick = 1 if steady else entry.quick + 1
+        # The last report may be older than this end. The router reports again after each change.
+        entry.take(_IDLE, time.monotonic())
         if was_ready and entry.quick < QUICK_ENDS:
             self._enter(entry, State.COLD)
             return

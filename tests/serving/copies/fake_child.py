@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs share that are a supervisor with the fake engine, or one of its children."""
+"""The fake child that supervisors of tests share, and the end of their programs."""
 
 import asyncio
 import os

@@ -124,7 +124,6 @@ def test_series_have_the_model(turns):
     assert "slipway_copies" not in text
 
 
-@pytest.mark.nightly
 def test_a_killed_server_is_started_again_by_the_next_request(turns):
     assert turns.ask("b").status_code == 200
     (server,) = turns.servers()
@@ -140,7 +139,7 @@ def test_sigterm_refuses_those_that_wait(turns):
     got = []
     waiting = threading.Thread(target=lambda: got.append(turns.ask("b")))
     waiting.start()
-    until(lambda: turns.states()["b"] != "READY", 60)
+    until(lambda: "slipway_router_held 1.0" in turns.get("/metrics").text, 60)
     turns.process.send_signal(signal.SIGTERM)
     waiting.join(60)
     assert got[0].status_code in (200, 503)
