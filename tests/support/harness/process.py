@@ -131,7 +131,9 @@ class Program:
 
     def left_behind(self, seconds: float = 5) -> list[psutil.Process]:
         """Its processes that live on after it, once they have had a moment to go."""
-        _, alive = psutil.wait_procs(self._seen, timeout=seconds)
+        # The number of an ended process may be a thread's by now, and psutil cannot wait for that.
+        seen = [child for child in self._seen if running(child)]
+        _, alive = psutil.wait_procs(seen, timeout=seconds)
         return [child for child in alive if running(child)]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -182,7 +184,7 @@ class Forkable(Program):
 
 def running(process: psutil.Process) -> bool:
     try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
+        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
