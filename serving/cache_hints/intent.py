@@ -32,9 +32,8 @@ ID_BYTES = 256
 USUAL_S = 300
 """Seconds of a lifetime without a `ttl`: the shorter one of Anthropic's two."""
 CONVERSATION_S = 1800
-"""Seconds that the KV of a conversation stays useful, if no field names a longer lifetime. Beside
-one-shot prompts of three times the agents' tokens, a turn computes 0.90 of what it does without
-with 300 s, and 0.84 with 1,800 s (docs/explanation/benchmarks.md, "Sessions of agents").
+"""Seconds that the KV of a conversation stays useful, if no field names a longer lifetime. A
+longer one saves more tokens: docs/explanation/benchmarks.md, "Sessions of agents".
 """
 LEAST_S = 30
 """A shorter lifetime has no effect. NeMo Agent Toolkit sends 2.5 s by default."""

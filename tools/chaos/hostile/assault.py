@@ -23,7 +23,9 @@ ATTACKERS = 4
 """Hostile clients at the same time, each with up to thousands of connections."""
 GATE_USERS = 3
 UNKNOWN = frozenset((401,))
-"""Of a server that answers its router, and an operator: not all that is sent has a key."""
+"""Further statuses of a server that only answers its router, and of an operator: some attacks send
+no key.
+"""
 
 
 class Assault:
@@ -64,7 +66,7 @@ class Assault:
         self._answering.end()
 
     async def run(self, seconds: float) -> None:
-        """Attack for so long."""
+        """Attack for this many seconds."""
         ends = time.monotonic() + seconds
         async with asyncio.TaskGroup() as tasks:
             meanwhile = [
@@ -80,7 +82,7 @@ class Assault:
                     task.cancel()
 
     async def _attack(self, ends: float) -> None:
-        """One attack after the other, in an order of its own, until that time (monotonic)."""
+        """Attack in a separate random order, until `ends` (monotonic)."""
         drawn = random.Random(self._drawn.random())
         order: list[Callable[[Hostile], Awaitable[None]]] = []
         while time.monotonic() < ends:
@@ -90,7 +92,7 @@ class Assault:
             await asyncio.sleep(drawn.random() / 2)
 
     def text(self) -> str:
-        """How /ping was answered, as a table. What was wrong with it becomes a problem."""
+        """The answers of /ping as a table. Its faults are added to the ledger's problems."""
         text, problems = pings(self._targets, self._bystander)
         self._ledger.problems += problems
         return text
