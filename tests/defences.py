@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each defence of docs/explanation/security.md is taken out, to see that its test fails."""
+"""For each defence of docs/explanation/security.md: how to remove it, to see that its test fails.
+"""
 
 import asyncio
 import base64
@@ -34,8 +35,8 @@ _QUADRATIC = re.compile(r"eyJ[\w-]{10,}\.(?P<rest>x)")
 
 
 class Removed(NamedTuple):
-    """test: one of those that the threat's row names, or one case of it. patches: place → what
-    stands there instead.
+    """test: a test that the threat's row names, or one case of it. patches: place → its
+    replacement.
     """
 
     test: str
@@ -77,7 +78,7 @@ def no(*_: Any, **__: Any) -> bool:
 
 
 def added_alone(self: Any, place: Any, **_: Any) -> None:
-    """As Connections.add, but that none is let go."""
+    """As Connections.add, but it never closes a connection."""
     self.open.add(place)
     self.idle[place] = None
 
@@ -91,7 +92,7 @@ def a_name(*_: Any, **__: Any) -> str:
 
 
 def for_anybody(self: Any, token: bytes) -> tuple[Caller, float]:
-    """What is signed, whoever it is for."""
+    """The signed claims, whoever the token is for."""
     claims = jwt.decode(token, self._secret, ["HS256"], options={"verify_aud": False})
     return msgspec.convert(claims["caller"], Caller), math.inf
 
@@ -101,7 +102,7 @@ async def unchanged_async(first: Any, *_: Any, **__: Any) -> Any:
 
 
 class OpenRouter(Router):
-    """Leads every path that is not listed to the engine's app."""
+    """Routes every path that is not listed to the engine's app."""
 
     def __init__(self, routes: Any, **more: Any) -> None:
         engine = next(it.app for it in routes if it.path.startswith("/v1/"))
@@ -109,8 +110,8 @@ class OpenRouter(Router):
 
 
 def in_child(module: str, statements: str) -> Callable[..., Awaitable[Any]]:
-    """What stands for asyncio.create_subprocess_exec: a process that runs this module runs these
-    statements first, in which the module is `it`.
+    """Replaces asyncio.create_subprocess_exec: a process that runs this module runs these
+    statements first. In them, `it` is the module.
     """
     start = asyncio.create_subprocess_exec
 
@@ -153,7 +154,7 @@ def unsigned(signer: Any, token: bytes) -> tuple[Caller, float]:
 
 
 def believed(token: Any, *_: Any, **__: Any) -> Any:
-    """The claims of a token, which nobody has verified."""
+    """The claims of a token, unverified."""
     return json.loads(base64.urlsafe_b64decode(token.split(b".")[1] + b"=="))
 
 

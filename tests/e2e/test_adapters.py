@@ -53,7 +53,7 @@ def served(tiny_options, root, tmp_path_factory):
 
 
 def register(served, name, src, **more):
-    """As SageMaker does it: the parameters in the query, an empty body."""
+    """Registers as SageMaker does: the parameters in the query, an empty body."""
     found = served.client.post("/adapters", params={"name": name, "src": str(src), **more})
     assert found.status_code == 200, found.text
     assert found.json() == {"status": f"Adapter {name} registered"}
@@ -73,7 +73,7 @@ def ask(served, adapter=None, text=QUESTION):
 
 @pytest.fixture(scope="module")
 def alone(served):
-    """What each answers when it is alone."""
+    """The answer of each adapter when it is alone."""
     return {name: ask(served, name)[0] for name in (None, *ALL)}
 
 
@@ -234,7 +234,7 @@ def test_pinned_or_not_more_than_a_batch_takes_have_their_turns(served, root, al
 
 
 def answered(served, adapter, asked):
-    """A body that is answered or refused with a reason. Returns what is wrong with that."""
+    """A body must be answered, or refused with a reason. Returns the fault, or an empty string."""
     headers = {"content-type": "application/json"} | ({HEADER: adapter} if adapter else {})
     body = {"model": adapter or "lmi", **asked.body} if asked.path != "/invocations" else asked.body
     found = served.client.post(asked.path, content=json.dumps(body), headers=headers)
@@ -267,7 +267,7 @@ def test_no_body_ends_the_engine_beside_others(served, alone):
 
 
 def test_a_prompts_log_probabilities_are_those_of_its_own_adapter(served):
-    """Together, in one batch, they are what each is alone."""
+    """The log probabilities of a mixed batch are those of each adapter alone."""
     body = {"prompt": TEXTS[0], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
 
     def of(adapter, text):

@@ -92,7 +92,7 @@ def test_formatters_of_other_authors(formatted):
 
 
 def test_lmis_management_api(formatted):
-    """As the client of LMI's own integration tests counts workers."""
+    """Counts workers as the client of LMI's own integration tests does."""
     (described,) = formatted.client.get("/models/lmi").json()
     (group,) = described["models"][0]["workerGroups"]
     assert len(group["workers"]) == 1

@@ -23,7 +23,7 @@ EACH = [
     (path, method)
     for path in PATHS
     for method in METHODS
-    if method in PATHS[path] and "adapters" not in path  # which the session's server has not
+    if method in PATHS[path] and "adapters" not in path  # which the session's server does not share
 ]
 TOKENS = 3
 PROMPT = {"prompt": "Hi", "max_tokens": TOKENS, "temperature": 0, "seed": 1}
@@ -230,7 +230,7 @@ def test_what_one_copy_has_computed_another_loads(copies):
 
 
 def a_copy(served):
-    """One of the copies' processes, and the other processes."""
+    """One copy's process, and the other processes."""
     found = parts(served)
     victim = found.pop(ports_of(served)[0])
     return victim, [*found.values()]
@@ -271,7 +271,7 @@ def test_a_router_that_is_killed_comes_back(copies):
 
 
 def test_sigterm_lets_requests_finish(copies):
-    """The last of this file: it stops the copies."""
+    """The last test of this file: it stops the copies."""
     asked = {"inputs": "Hi", "parameters": {"max_new_tokens": 400}, "stream": True}
     with copies.client.stream("POST", "/invocations", json=asked) as answer:
         got = answer.iter_lines()

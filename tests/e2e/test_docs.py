@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation sends to a server is answered as it shows."""
+"""Requests of the documentation, sent to a server, get the answers that it shows."""
 
 import functools
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forced call fits its function's schema, with a parser of the model's format and without."""
+"""A forced call fits its function's schema, with and without a parser of the model's format."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -131,7 +131,8 @@ ENDED = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", [chat, messages, responses])
 def test_arguments_fit_the_schema(ask, stream, served):
-    """A random model is asked with room to finish. It may yet write white space to its limit."""
+    """A random model gets enough tokens to finish. It may still write white space up to its limit.
+    """
     cut, whole = ENDED[ask]
 
     def one(seed: int) -> bool:

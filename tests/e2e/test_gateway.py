@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Envoy in front of two real engines, which asks `route --epp` where requests go; beside it
-the same router's proxy.
+"""A real Envoy in front of two real engines, which asks `route --epp` where to send requests, and
+beside it the same router's proxy.
 """
 
 import random

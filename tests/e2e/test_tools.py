@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools are called, and answers follow a schema, without options: the template shows the format."""
+"""Tool calls and structured answers work without options: the template shows the format."""
 
 import json
 from typing import Any, Literal
@@ -177,8 +177,8 @@ def test_what_clients_make_of_streams(tools):
 
 
 def strict(body):
-    """A request whose functions get arguments of their schemas, also from a model that knows
-    nothing.
+    """A request with `strict` functions: their arguments fit the schemas, even if the model is
+    untrained.
     """
     inner = [tool for it in body["tools"] for tool in it.get("tools", ())]
     for tool in (*body["tools"], *inner):

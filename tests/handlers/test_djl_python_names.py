@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/djl_python.md: what it says of every public name of LMI's package is so.
+"""docs/reference/djl_python.md states the truth about every public name of LMI's package.
 
 djl_python_names.json has those names and their parameters, which are facts of LMI's source (Apache
 2.0).
@@ -26,7 +26,7 @@ def module_of(name):
 
 
 def rows():
-    """(module, name, verdict) of each row of the modules that are here."""
+    """(module, name, verdict) of each row about a module that exists here."""
     for part in PAGE.split("\n## ")[1:]:
         module = re.match(r"`djl_python\.?(\w*)`", part)
         assert module

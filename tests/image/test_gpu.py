@@ -22,7 +22,7 @@ def _is_for_gpus():
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    """Flags that put the stand-ins where some put NVIDIA's driver."""
+    """Flags that mount the stand-ins where some platforms mount NVIDIA's driver."""
     folder = tmp_path_factory.mktemp("driver")
     stand_ins.build(folder)
     folder.chmod(0o755)
@@ -35,7 +35,7 @@ def driver(tmp_path_factory):
 
 
 def failed(*flags):
-    """What the last line says of a server that does not start."""
+    """The reason in the last line of a server that does not start."""
     ended = once("serve", flags=flags)
     last = json.loads(ended.stderr.splitlines()[-1])
     assert (ended.returncode, last["stage"], last["message"]) == (3, "start", "failed")
@@ -64,7 +64,7 @@ def test_plan_shows_the_gpus(model, driver):
 
 
 def test_cudas_compatibility_libraries_are_used_where_they_are(tmp_path):
-    """They are the user's to bring: mounted, or copied into an image of his own."""
+    """Users bring them: mounted, or copied into their own images."""
     (tmp_path / "libcuda.so.580.95.05").touch()
     (tmp_path / "libcuda.so.1").symlink_to("libcuda.so.580.95.05")
     for name, line in (("nvidia-smi", "echo 535.161.08"), ("show", "echo $LD_LIBRARY_PATH")):
@@ -79,7 +79,7 @@ def test_cudas_compatibility_libraries_are_used_where_they_are(tmp_path):
 
 @pytest.mark.timeout(1200)
 def test_what_vllm_and_lmcache_load_of_ours_can_be_imported(driver):
-    """vLLM's CUDA build in the image, on eight GPUs that are none."""
+    """With vLLM's CUDA build in the image, and eight stand-ins for GPUs."""
     question = json.dumps({"imports": PARTS})
     judge = f"echo '{question}' | python3 -P /rehearsal/judge.py"
     flags = (SCRIPTS, "--env=PYTHONPATH=/opt/slipway", *driver(MACHINES["8xH100"]))
@@ -90,8 +90,8 @@ def test_what_vllm_and_lmcache_load_of_ours_can_be_imported(driver):
 
 @pytest.mark.timeout(1800)
 def test_kernels_are_compiled():
-    """By Triton and FlashInfer, with the image's own compilers and CUDA, and a root that cannot be
-    written.
+    """Triton and FlashInfer compile them, with the image's own compilers and CUDA, on a read-only
+    root.
     """
     flags = (SCRIPTS, "--read-only", "--tmpfs=/tmp:exec")
     ended = once("python3", "/rehearsal/kernels.py", flags=flags, timeout=1500)

@@ -59,7 +59,7 @@ def environment(libraries: Path, gpus: Gpus | None) -> dict[str, str]:
 
 
 def ask(libraries: Path, gpus: Gpus, questions: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Have one process judge them all: what takes long is the import."""
+    """Let one process check all of them: the import takes most of the time."""
     lines = "".join(json.dumps(question) + "\n" for question in questions)
     assert PYTHON
     ended = subprocess.run(

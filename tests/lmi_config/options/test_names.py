@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names as others write them: what would serve something else than asked is refused, and what only
-does nothing is noted.
+"""Options under the names of other servers: a name that would change the answers is refused, and a
+name without effect is noted.
 """
 
 import dataclasses
@@ -151,8 +151,9 @@ DOCUMENTED = (
     *("option.env", "option.log_request_metric", "option.max_output_size", "option.mpi_mode"),
     *("application", "option.mapLocation", "option.extraFiles"),
 )
-"""Of serving.properties, by DJL Serving's and LMI's documentation (configurations_model.md; the
-properties that LMI's secure mode allows in untrusted channels)."""
+"""Names in serving.properties, from DJL Serving's and LMI's documentation (configurations_model.md;
+the properties that LMI's secure mode allows in untrusted channels).
+"""
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -177,7 +178,8 @@ def test_the_deployments_own_model_by_its_path(name, tmp_path):
 
 
 def test_every_option_of_vllm_is_served_refused_or_without_effect():
-    """Of those of its HTTP server, what is passed on is read by the parts of it that run here."""
+    """Options of vLLM's HTTP server that are passed on are read by the parts of it that run here.
+    """
     from vllm.entrypoints.launchers import cli_args
 
     removed = {it.removeprefix("OPTION_").lower() for it in (*REMOVED, *UNUSED)}
@@ -199,7 +201,7 @@ USED = (
     "pooling/factories.py",
     "speech_to_text/factories.py",
 )
-"""What serving/engine/vllm.py uses of vLLM's HTTP server."""
+"""The files of vLLM's HTTP server that serving/engine/vllm.py uses."""
 USED_BY_FUNCTIONS = {
     "cohere_format": "resolve_default_chat_template_kwargs",
     "log_config_file": "configure_logging_from_args",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as secret by its name, and what of a text by its shape."""
+"""Values that are secret by their names, and parts of a text that are secret by their shapes."""
 
 import random
 import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan as an operator sees it, and what it warns of."""
+"""The plan as an operator sees it, and its warnings."""
 
 import contextlib
 import dataclasses
@@ -687,14 +687,16 @@ SHORT = {"OPTION_MAX_MODEL_LEN": "8k"}
 
 
 def test_a_kv_cache_that_vllms_own_variable_sizes_is_planned_for():
-    """vLLM lets it win over its option, so the plan takes it into account and says who decided."""
+    """vLLM lets the variable win over its option, so the plan uses it and reports which one
+    decided.
+    """
     found = planned({SPACE: "5", **SHORT})
     assert found.memory.kv == 5 * GIB
     assert found.engine("m", None)["kv_cache_memory_bytes"] == 5 * GIB
     (share,) = [it for it in found.memory.shares if it.name == "engine's KV cache"]
     assert (share.size, share.reason) == (5 * GIB, SPACE)
     assert planned({SPACE: ""}).memory.kv == planned({}).memory.kv
-    assert planned({SPACE: "5"}, machine(gpus=1)).memory.kv is None  # which GPUs know nothing of
+    assert planned({SPACE: "5"}, machine(gpus=1)).memory.kv is None  # of no meaning for GPUs
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of keys, and what it may not say."""
+"""The file of keys, and the contents that it may not have."""
 
 import json
 from datetime import UTC, datetime
@@ -85,7 +85,7 @@ def test_a_time_says_its_zone_or_is_utc(text):
         (b"jwt: [{tenant: a}, {tenant: a}]", "two entries below `jwt` have the tenant 'a'"),
         (b"jwt: [{admin: true}]", "needs a tenant"),
         (b"jwt: [{tenant: a, expires: 2027-01-31}]", "unknown field `expires`"),
-        # What a careless hand leaves would be no keys less, or everything allowed.
+        # A careless edit would leave the same number of keys, or allow everything.
         (b"keys: []\nkeys: []", "line 2: `keys` is given twice"),
         (f"keys: [{{name: a, sha256: {HASH}, admin: false, admin: true}}]".encode(), "`admin`"),
         (b"keys: []\njwt:\n#  - tenant: a", "`jwt` has no value"),

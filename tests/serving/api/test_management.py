@@ -12,7 +12,9 @@ pytestmark = pytest.mark.anyio
 
 
 def worker_number(res):
-    """As the client of LMI's integration tests counts workers: groups, or workers in the first."""
+    """Counts workers as the client of LMI's integration tests does: groups, or workers in the first
+    group.
+    """
     groups = res[0]["models"][0]["workerGroups"]
     return len(groups), len(groups[0]["workers"])
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hits of the KV cache tiers, verified: what counts as different, and what follows from it.
+"""The verification of hits of the KV cache tiers: which answers count as different, and the
+consequences.
 
-The engine here is a stand-in for vLLM's client, which gives the candidates that the test wants;
+The engine here is a stand-in for vLLM's client, which returns the candidates that the test sets;
 tests/e2e has the real one.
 """
 
@@ -170,12 +171,12 @@ async def test_after_three_that_differ_requests_are_marked_and_no_prompt_is_logg
     await hits(watch)
     watch.begin(marked)
     assert marked.sampling_params.extra_args == {"kv_transfer_params": {WITHOUT_TIERS: True}}
-    assert marked.cache_salt.endswith("own")  # what was loaded before is found no more
+    assert marked.cache_salt.endswith("own")  # KV that was loaded before is no longer found
     assert len(marked.cache_salt) > 16
     kept, other, plain = marked.cache_salt, asked(), asked(cache_salt=None)
     for request in (marked, other, plain):
         watch.begin(request)
-    assert marked.cache_salt == other.cache_salt == kept  # of tenants each one's own, and the same
+    assert marked.cache_salt == other.cache_salt == kept  # each tenant keeps its salt
     assert plain.cache_salt == kept.removesuffix("own")
     assert canary._OFF._value.get() == 1
     text = caplog.text

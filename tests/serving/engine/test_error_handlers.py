@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of vLLM's exceptions: nothing that the client sent."""
+"""Errors for vLLM's exceptions: they contain no text of the client's."""
 
 import json
 

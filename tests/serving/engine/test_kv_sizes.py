@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says that a request takes of the engine's KV cache, held to vLLM's own sums."""
+"""Compares a plan's figure for a request's share of the engine's KV cache with vLLM's own sums."""
 
 from types import SimpleNamespace
 

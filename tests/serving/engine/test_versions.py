@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of vLLM and LMCache: which are supported, and what a start makes of others."""
+"""Versions of vLLM and LMCache: which are supported, and how a start treats others."""
 
 import asyncio
 import logging

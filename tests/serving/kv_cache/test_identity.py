@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's fingerprint: what makes another model of it, and what does not."""
+"""A model's fingerprint: the changes that make another model of it, and those that do not."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def test_one_byte_of_the_weights_makes_another_model(tmp_path):
 
 @pytest.mark.parametrize("option", sorted(OPTIONS.keys() - ELSEWHERE))
 def test_every_option_counts_that_is_not_named_harmless(tmp_path, option):
-    """A new one of vLLM's is in the file, and counts."""
+    """A new option of vLLM's is in the file, and counts."""
     folder = tmp_path
     (folder / "config.json").write_text("{}")
     found = [fingerprint(folder, it, CHUNK) for it in ({}, {option: "1"}, {option: "2"})]
@@ -102,7 +102,7 @@ def test_the_length_counts_where_the_configuration_is_another(tmp_path):
 
 
 def test_every_place_where_vllm_uses_the_length_in_a_model_is_known():
-    """A new one may change positions: see _length, and add it there or here."""
+    """A new place may change positions: see _length, and add the place there or here."""
     code = Path(vllm.model_executor.__file__).parent
     folders = (code / "layers" / "rotary_embedding", code / "models")
     found = {
@@ -122,7 +122,7 @@ BY_THE_WAY = {
     *("kimi_vl", "lfm2_vl", "minicpmv", "mllama4", "nano_nemotron_vl", "parakeet", "qwen2_5_vl"),
     *("qwen2_vl", "qwen3_vl", "step3_vl", "voxtral", "voxtral_realtime"),
 }
-"""The length of buffers and of media; of positions, in models that keep no KV."""
+"""The length of buffers and of media; and of positions, in models that keep no KV."""
 
 
 @pytest.mark.parametrize(
