@@ -486,5 +486,6 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "_start code.load": "asks for what the file has; frames have the limit",
     },
 }
-"""Files → places → why they need no bound: the input was bounded before, or nobody else writes it.
+"""Files → places → why they need no bound: the input was bounded before, or nobody else
+writes it.
 """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For each defence of docs/explanation/security.md: how to remove it, to see that its test fails.
+"""For each defence of docs/explanation/security.md: how to remove it, to see that its test
+fails.
 """
 
 import asyncio

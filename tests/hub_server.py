@@ -24,7 +24,8 @@ class Repo:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Answers huggingface_hub's requests to list and fetch models: three routes of the hub's API.
+    """Answers huggingface_hub's requests to list and fetch models: three routes of the
+    hub's API.
     """
 
     daemon_threads = True

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever reads bytes has a bound: each place is in a row of docs/explanation/security.md's table
-of bounds, or has a reason in tests/bounds.py.
+"""Every call that reads bytes has a bound: each place is in a row of docs/explanation/security.md's
+table of bounds, or has a reason in tests/bounds.py.
 """
 
 import ast
@@ -28,14 +28,14 @@ _READING = (
     "aiter_raw iter_content getvalue hget hgetall communicate check_output"
 )
 READING = frozenset(_READING.split())
-"""Names of functions that take bytes in, or make objects of them; `decode` with a value, and
-`stdin`, are others.
+"""Names of functions that read bytes, or make objects of them; `decode` with a value and `stdin`
+also count.
 """
 
 
 def sites(tree: ast.Module, file: str) -> Iterator[str]:
-    """Places that read: `file::function call`. Not calls of what is imported from our modules, or
-    defined in this one, which has places of its own.
+    """The places that read: `file::function call`. Calls of our functions are left out: these have
+    places themselves.
     """
     own = {it.name for it in tree.body if isinstance(it, ast.FunctionDef | ast.AsyncFunctionDef)}
     for it in ast.walk(tree):

@@ -31,7 +31,7 @@ def services(profile):
 
 @pytest.fixture(scope="module")
 def hosts(services):
-    """The services by the host names that others know them by, the same in each profile."""
+    """The services by their host names, which are the same in each profile."""
     return {
         name: it
         for service, it in services.items()
@@ -88,7 +88,7 @@ def test_images(services, profile):
 
 
 def test_options(services):
-    """Every variable is an option, and can be used."""
+    """Every variable is an option with a valid value."""
     for it in ours(services).values():
         read = settings.read(it["environment"])
         given = {name for name, value in it["environment"].items() if value}
@@ -138,7 +138,7 @@ def provisioned(file):
 
 
 def mounts(service):
-    """Where what is here is there."""
+    """Path in the container → path here."""
     return {it["target"]: it["source"] for it in service["volumes"] if it["type"] == "bind"}
 
 
@@ -161,7 +161,7 @@ def test_files_that_are_mounted_are_there(services, prometheus):
 
 
 def test_disk_tiers_are_on_disks(hosts):
-    """A disk tier in memory would be none, and two servers may not have the same."""
+    """A disk tier in memory would be useless, and two servers may not share one."""
     found = set()
     for name in SERVERS:
         path = settings.read(hosts[name]["environment"]).kv_disk_path

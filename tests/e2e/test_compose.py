@@ -29,7 +29,8 @@ SERVICES = composed.services("cpu")
 
 
 class Here:
-    """The addresses of the services on this machine: `host:port` of compose.yaml → a port of ours.
+    """The addresses of the services on this machine: `host:port` of compose.yaml → a port
+    of ours.
     """
 
     def __init__(self) -> None:

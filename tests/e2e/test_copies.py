@@ -23,7 +23,7 @@ EACH = [
     (path, method)
     for path in PATHS
     for method in METHODS
-    if method in PATHS[path] and "adapters" not in path  # which the session's server does not share
+    if method in PATHS[path] and "adapters" not in path  # the session's server has none
 ]
 TOKENS = 3
 PROMPT = {"prompt": "Hi", "max_tokens": TOKENS, "temperature": 0, "seed": 1}

@@ -131,7 +131,8 @@ ENDED = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", [chat, messages, responses])
 def test_arguments_fit_the_schema(ask, stream, served):
-    """A random model gets enough tokens to finish. It may still write white space up to its limit.
+    """A random model gets enough tokens to finish. It may still write white space up to its
+    limit.
     """
     cut, whole = ENDED[ask]
 

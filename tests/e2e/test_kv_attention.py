@@ -252,8 +252,8 @@ def tiered(
     command: tuple[str, ...] = QUICK_RESTARTS,
     **more: str,
 ) -> Iterator[Tiered]:
-    """behind: "" for memory alone, with the sizes that the plan finds; or a disk or a shared store
-    behind little memory.
+    """behind: "memory" alone, sized by the plan; or a "disk" or a shared "store" behind little
+    memory.
     """
     disk = store = None
     options = {**ENGINE, "OPTION_MODEL_ID": str(tiny_attention.make(kind)), **more}

@@ -219,7 +219,8 @@ def test_another_instance_answers_from_the_shared_store(first, second, valkey):
 
 
 def test_chunks_of_another_size_are_not_read(second, options_of_second, tmp_path):
-    """From the same disk and the same shared store: the answer is right, and the request is a miss.
+    """From the same disk and the same shared store: the answer is right, and the request is
+    a miss.
     """
     text, _ = ask(second, prompt("of another size"))
     assert loaded(second, prompt("of another size")) == text
@@ -390,7 +391,8 @@ def test_notes_that_cannot_be_written_cost_no_tier(tiny_options, tmp_path):
 
 
 def test_a_port_that_is_taken(monkeypatch):
-    """The cache server reports that it did not start. Nothing else of it remains except its series.
+    """The cache server reports that it did not start. Nothing else of it remains except its
+    series.
     """
     python = warm_python().executable(["-m", "serving.kv_cache.lmcache"])
     monkeypatch.setattr(sys, "executable", python)

@@ -168,7 +168,7 @@ def test_it_starts_as_it_is_and_answers(row, mounted, tmp_path):
 
 
 def passed_on(words, folder):
-    """The words with which the real entrypoint.sh starts Python."""
+    """The arguments that the real entrypoint.sh passes to Python."""
     shown = folder / "python"
     shown.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     shown.chmod(0o755)

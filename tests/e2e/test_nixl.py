@@ -113,7 +113,8 @@ def fleet(tiny_options, tmp_path_factory) -> Iterator[Fleet]:
 
 
 def test_an_answer_is_that_of_one_server_and_its_prompt_is_fetched(fleet):
-    """In every API, with tenants and adapters. The prefilling server's own answer is also compared.
+    """In every API, with tenants and adapters. The prefilling server's own answer is also
+    compared.
     """
     asked = [
         ("/v1/completions", {}),
@@ -181,7 +182,8 @@ def test_nobody_else_can_have_kv_fetched_or_kept(fleet):
 
 @pytest.mark.nightly
 def test_kv_that_nobody_fetches_is_given_up(fleet):
-    """The prefilling server keeps the KV while the other server is suspended and does not answer.
+    """The prefilling server keeps the KV while the other server is suspended and does not
+    answer.
     """
     until(lambda: fleet.prefills.metric(USAGE) == 0)
     before = fleet.handed_over()

@@ -121,7 +121,8 @@ def ask(served: Served, text: str, path: str = "/v1/completions", **headers: str
 
 
 def test_an_answer_is_that_of_one_server_and_its_prompt_is_not_computed_again(fleet):
-    """In every API, with tenants and adapters. The prefilling server's own answer is also compared.
+    """In every API, with tenants and adapters. The prefilling server's own answer is also
+    compared.
     """
     registered = fleet.routed.client.post(
         "/adapters", params={"name": "one", "src": str(fleet.folder / "adapters" / "one")}

@@ -141,7 +141,7 @@ def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path
 
 @pytest.mark.parametrize("routed", ["prefixaware", "kvaware"], indirect=True)
 def test_an_agent_goes_on_where_it_began(routed, engines):
-    """Without that, turns would alternate between replicas, whichever strategy routes them."""
+    """With either strategy, turns would otherwise alternate between the replicas."""
     ready(routed)
     until(lambda: all(row.get("kv_cache_known", True) for row in replicas(routed)))
     said: dict[str, Any] = {"stream": False, "tools": []}

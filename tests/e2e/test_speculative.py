@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding on the real engine: a draft changes the speed of an answer, never its text.
+"""Speculative decoding on the real engine: a draft changes the speed of an answer, never
+its text.
 """
 
 import json
@@ -114,7 +115,8 @@ def test_a_stream_has_a_line_for_every_token(speculating, plain):
 
 
 def test_all_together(options, tmp_path):
-    """Two ranks, a draft, two adapters and two tiers: for all three a hit answers as a miss does.
+    """Two ranks, a draft, two adapters and two tiers: for all three a hit answers as a miss
+    does.
     """
     (tmp_path / "lmcache.yaml").write_text(LMCACHE.format(folder=tmp_path, l1=0.3))
     more = {

@@ -13,7 +13,7 @@ from tests.e2e.conftest import serving
 from tests.support.models import tiny_vision
 
 KEY, ADMIN = "the-key-of-a-gateway", "the-key-of-the-operator"
-"""The first configuration has no tenants; in the other one a header names them."""
+"""The gateway's key names no tenant; a header does."""
 
 
 def with_a_key(request):

@@ -48,7 +48,8 @@ def test_what_people_have_published(tmp_path, it):
 
 
 def test_what_is_published_is_of_every_kind():
-    """At least 100: 30 of them have LMCache, a disk or disaggregated prefill, and 20 are manifests.
+    """At least 100: 30 of them have LMCache, a disk or disaggregated prefill, and 20 are
+    manifests.
     """
     found = [*published()]
     assert len({it.address for it in found}) == len(found) >= 100

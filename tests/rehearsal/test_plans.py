@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans for machines with GPUs, checked by vLLM's CUDA build on a machine that claims to have them.
+"""Plans for machines with GPUs, checked by vLLM's CUDA build on a machine that claims to
+have them.
 """
 
 import json

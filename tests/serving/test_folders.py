@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders under /tmp on a machine that others use, too."""
+"""Folders under /tmp on a machine that others also use."""
 
 import os
 import tempfile
@@ -18,7 +18,7 @@ ANOTHER = 4711
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch):
-    """In a /tmp of our own, where everybody may write."""
+    """A folder in a separate /tmp, where everybody may write."""
     with tempfile.TemporaryDirectory() as shared:
         Path(shared).chmod(0o1777)
         monkeypatch.setattr(folders, "HOME", Path(shared) / "slipway")
@@ -27,7 +27,7 @@ def home(monkeypatch):
 
 @pytest.fixture
 def squatted(home):
-    """Another user was there first, and lets everybody write."""
+    """Another user was there first, and made the folders writable for all."""
     if os.geteuid():
         pytest.skip("needs root, to give folders away")
     for name in (".", "served", "models"):

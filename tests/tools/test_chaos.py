@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chaos's judge, against replicas that lie, and its ledger."""
+"""Chaos's judge, with replicas that lie, and its ledger."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ async def misaddressed(replica, asked, writer):
 
 
 def streamed(*parts, end=END):
-    """A replica's answer in chunks. end: what comes after them; nothing is a cut."""
+    """A replica's answer in chunks. end: the bytes after them; b"" cuts the connection."""
 
     async def answer(replica, asked, writer):
         number = asked.headers["x-request-id"].encode()
@@ -99,8 +99,8 @@ async def client_of(answer, deadline=5.0):
 
 
 async def end_of(ask, expected, answer, fault=False, deadline=5.0, cuts=False, **more):
-    """How the ledger takes an answer. fault: whether there is a fault that may cause errors. cuts:
-    whether there is one that may cut connections.
+    """The ledger's verdict on an answer. fault: whether a fault may cause errors now. cuts: whether
+    a fault may cut connections.
     """
     async with client_of(answer, deadline) as (client, _):
         if fault:
@@ -428,7 +428,7 @@ asyncio.run(main(pathlib.Path(sys.argv[1])))
 
 
 def test_counting_tasks_keeps_none_of_them(tmp_path):
-    """A list of tasks that outlived the count would keep the done ones: a leak in itself."""
+    """If the count kept a list of tasks, it would keep the finished ones: a leak."""
     (tmp_path / "keeps.py").write_text(KEEPS)
     count = tmp_path / "count"
     done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`.ci/run`: what it calls, and which container engine it finds or starts."""
+"""`.ci/run`: the steps that it calls, and the container engine that it finds or starts."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def program(file, text):
 
 @pytest.fixture
 def ci(tmp_path):
-    """Runs a copy of it. The steps only print their arguments."""
+    """Runs a copy of `.ci/run`. The steps only print their arguments."""
     checkout = tmp_path / "checkout"
     for name in ("check", "dev", "test", "build"):
         program(checkout / "scripts" / name, STEP)
@@ -57,7 +57,7 @@ def image(docker):
 
 @pytest.fixture
 def support(tmp_path):
-    """The file with the calls of the program that starts a container engine."""
+    """A file that records the calls of the program that starts a container engine."""
     calls, engine = tmp_path / "calls", program(tmp_path / "started", RUNS)
     text = f'#!/bin/sh\necho "$1" >>{calls}\n[ "$1" != up ] || echo "export DOCKER={engine}"\n'
     program(tmp_path / "checkout" / "tests" / "support" / "containers", text)

@@ -178,7 +178,8 @@ def test_the_deployments_own_model_by_its_path(name, tmp_path):
 
 
 def test_every_option_of_vllm_is_served_refused_or_without_effect():
-    """Options of vLLM's HTTP server that are passed on are read by the parts of it that run here.
+    """Options of vLLM's HTTP server that are passed on are read by the parts of it that run
+    here.
     """
     from vllm.entrypoints.launchers import cli_args
 

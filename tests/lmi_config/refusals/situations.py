@@ -4,7 +4,7 @@
 Each row has a state:
 
 - "told": the plan refuses `options`, and `says` why.
-- "unknowable": nothing can know it before the start, and `why`.
+- "unknowable": it cannot be known before the start, and `why`.
 - "open": the plan could refuse it, and does not.
 
 A row with the state "told" has these fields:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers that clients see, through a real server and a real socket; only the engine is a fake.
+"""The answers that clients see, through a real server and a real socket; only the engine is
+a fake.
 """
 
 import asyncio

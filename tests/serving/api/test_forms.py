@@ -72,7 +72,8 @@ async def test_what_is_no_form_or_too_much(served, path, body, kind, told):
 @pytest.mark.parametrize("path", [FILES, TRANSCRIPTIONS])
 @pytest.mark.parametrize(("length", "sent"), [(10_000, FILE), (10_000, b""), (20, FILE)])
 async def test_bodies_that_are_not_as_long_as_they_say(served, path, length, sent):
-    """The client leaves before the end, or the rest is read as another request, which is invalid.
+    """The client leaves before the end, or the rest is read as another request, which is
+    invalid.
     """
     host, port = served.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, port)

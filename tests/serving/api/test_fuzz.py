@@ -122,7 +122,8 @@ class Fuzzed:
 
 
 def sound(answer, path):
-    """Check that the answer is JSON in one of its framings, and that an error has the path's shape.
+    """Check that the answer is JSON in one of its framings, and that an error has the
+    path's shape.
     """
     kind = answer.headers["content-type"].partition(";")[0]
     text = answer.text

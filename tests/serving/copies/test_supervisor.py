@@ -190,7 +190,7 @@ def test_a_copy_that_cannot_start_ends_the_container_with_its_reason(tmp_path):
 
 
 def test_a_copy_of_changed_files_has_no_tiers(tmp_path):
-    """Tiers have KV of the files with which the container started."""
+    """Tiers have KV of the files that the container started with."""
     model = tmp_path / "model"
     shutil.copytree(tiny.make(), model)
     with Container(tmp_path, OPTION_MODEL_ID=str(model)) as it:

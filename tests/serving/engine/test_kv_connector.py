@@ -60,7 +60,7 @@ ABORTED = RequestStatus.FINISHED_ABORTED
 
 
 class Server:
-    """LMCache's server with our patches."""
+    """LMCache's server with our modules."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self.chunk = chunk
@@ -517,7 +517,7 @@ def forget_worker(engine: Engine) -> None:
 
 
 def is_used(engine: Engine, first: int) -> None:
-    """Whether prompts are soon stored and loaded again."""
+    """Check that prompts are soon stored and loaded again."""
 
     def loads() -> bool:
         engine.answer(engine.ask(first))

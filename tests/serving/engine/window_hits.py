@@ -7,10 +7,10 @@ connector and LMCache's server run here; only the model is missing. The server c
 GPUs: a chunk of 128 tokens has blocks of 32. Windows have 128 tokens, and two of three layers have
 one. Prompts of 1, 4 and 16 windows are computed in steps of 512 tokens, four at once. The cases:
 
-    eviction    the engine has lost the prompts, the tier has the stored chunks
+    eviction    the engine has lost the prompts, the tier has the stored chunks.
     restart     the tier had lost all KV while the engine had it; the prompts were repeated, and
-                then the engine also lost them
-    again       the same once more: the KV that was computed again is stored
+                then the engine also lost them.
+    again       the same once more: the KV that was computed again is stored.
 
 Each repeat of a prompt has another end. The program prints the number of tokens from the tier, the
 number that could have come from there, and the share that the manager loses.

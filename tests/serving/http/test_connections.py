@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 on the wire: unreadable requests, endless ones and slow ones. Only the engine is a fake.
+"""HTTP/1.1 on the wire: unreadable requests, endless ones and slow ones. Only the engine is
+a fake.
 """
 
 import asyncio
@@ -316,7 +317,8 @@ async def test_a_head_is_written_with_what_follows_it(shared, monkeypatch, reque
 
 
 async def test_what_is_written_as_the_client_leaves_is_no_fault(served, monkeypatch, caplog):
-    """A transport of uvloop's that has just been closed refuses the write, before connection_lost.
+    """A transport of uvloop's that has just been closed refuses the write, before
+    connection_lost.
     """
     closed = asyncio.Event()
 

@@ -338,9 +338,7 @@ async def test_connections_that_a_lost_authority_let_in_end(
 
 
 def test_what_an_authority_has_signed(clients, tmp_path):
-    """A certificate that another authority has also signed counts. One without a signature of its
-    own authority does not.
-    """
+    """Intermediate authorities count if their root authority is also in the file."""
     for command in (
         "req -newkey rsa:2048 -nodes -keyout mid.key -out mid.csr -subj /CN=middle",
         f"x509 -req -in mid.csr -CA {clients}/ca1.pem -CAkey {clients}/ca1.key -CAcreateserial "

@@ -85,7 +85,8 @@ async def answered_by(it, **body):
 
 
 async def test_a_hung_handle_wedges_nothing(tmp_path):
-    """The limits of the request and of the handler are equal, as OPTION_PREDICT_TIMEOUT sets them.
+    """The limits of the request and of the handler are equal, as OPTION_PREDICT_TIMEOUT
+    sets them.
     """
     async with handling(tmp_path, HUNG, 3, predict_timeout=3) as it:
         first = await answered_by(it)

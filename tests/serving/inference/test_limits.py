@@ -499,7 +499,8 @@ async def test_bodies_have_so_many_keys_and_values(large, path, body, told):
 
 
 async def test_a_request_that_may_be_sent_again_has_so_many_keys(large):
-    """The field `stream` is read before all other fields, because a stream's answer is not shared.
+    """The field `stream` is read before all other fields, because a stream's answer is not
+    shared.
     """
     body = {"prompt": "a", "stream": False, **{f"k{n}": n for n in range(140_000)}}
     answer = await large.post(

@@ -35,7 +35,7 @@ DATA = "data:image/png;base64,AAAA"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by its path; `/at-once` waits until a request's maximum of clients asks for it."""
+    """Answers by its path; `/at-once` waits for as many clients as a request may have media."""
 
     server: "Web"
 
@@ -634,7 +634,8 @@ async def test_places_in_the_processors_arguments_are_refused(key, value):
 
 
 def certified(folder, name):
-    """A certificate for a host, signed by a separate authority: their files, and the authority's.
+    """A certificate for a host, signed by a separate authority: their files, and the
+    authority's.
     """
     now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
@@ -863,8 +864,8 @@ async def test_the_pixels_of_all_pictures_together_have_a_limit(shared_by_all):
 
 
 async def test_the_size_of_some_formats_is_not_believed(shared_by_all):
-    """An icon's file may declare 16 x 16 for a picture of any size. One of these formats is
-    accepted.
+    """An icon's file may declare 16 x 16 for a picture of any size: one icon is accepted, and two
+    are refused.
     """
     icon = picture(drawn("ICO", 16), "image/x-icon")
     await given(shared_by_all, [icon])

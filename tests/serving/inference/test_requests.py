@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request from its head to its end: its bounds, the causes of its end, and the errors it reports.
+"""A request from its head to its end: its bounds, the causes of its end, and the errors it
+reports.
 """
 
 import asyncio

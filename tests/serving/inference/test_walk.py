@@ -44,7 +44,8 @@ HEADER = {"X-Amzn-SageMaker-Adapter-Identifier": "one"}
 
 @contextmanager
 def entered() -> Iterator[list[str]]:
-    """The modules of serving/ that a request enters: another module calls one of their functions.
+    """The modules of serving/ that a request enters: another module calls one of their
+    functions.
     """
     rooms: list[str] = []
 

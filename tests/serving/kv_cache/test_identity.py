@@ -157,7 +157,7 @@ def test_stores_from_before_are_another_models(tmp_path, monkeypatch):
 
 
 def test_a_fleets_servers_share_whatever_their_sizes_ports_and_names(tmp_path):
-    """As plans make the options: of two machines with other memory, and other options."""
+    """The options come from plans for two machines with different settings."""
     folder = model(tmp_path / "a")
     one = {"OPTION_LMCACHE_AUTO_CONFIG": "true", "OPTION_MODEL_ID": "/a"}
     other = one | {
@@ -189,7 +189,7 @@ def test_machines_that_take_other_numbers_do_not_share(tmp_path):
 
 
 def test_servers_share_a_store_only_with_the_same_model_and_chunks(tmp_path):
-    """By this name the router knows whose KV a replica finds in its shared store."""
+    """The router uses this name to know whose KV a replica finds in its shared store."""
     same, other = model(tmp_path / "a"), model(tmp_path / "b", 0)
     here, there = {"host": "10.0.0.5", "port": 6379}, {"host": "10.0.0.6", "port": 6379}
     fleet = [(here, same, 128), (here, other, 128), (here, same, 256), (there, same, 128)]

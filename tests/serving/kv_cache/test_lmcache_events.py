@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LMCache's server reports of its memory, and counts of look-ups: LMCache's own classes with
-our parts in them.
+"""Reports of LMCache's server about its memory and its look-ups, by LMCache's own classes with our
+modules.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ TOKENS = tuple(range(10))
 
 
 class Bus:
-    """An event bus that hands events on at once."""
+    """An event bus that passes events on at once."""
 
     enabled = True
 

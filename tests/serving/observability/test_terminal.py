@@ -53,7 +53,7 @@ CONTROL = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 
 def on_a_terminal(*command, **environ):
-    """What a terminal gets, and the exit code."""
+    """The bytes that a terminal gets, and the exit code."""
     primary, secondary = pty.openpty()
     kept = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(

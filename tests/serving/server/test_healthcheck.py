@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image's health check: where it asks, and what it makes of the answers."""
+"""The image's health check: the address that it asks, and its verdict on the answers."""
 
 import asyncio
 

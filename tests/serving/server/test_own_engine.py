@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model.py with a handle that has an engine of its own: ours is not started."""
+"""A model.py whose handle brings its own engine: ours is not started."""
 
 import dataclasses
 import shutil
@@ -25,7 +25,7 @@ COMPAT = Path(__file__).parents[2] / "compat"
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """Starts a model with this file of tests/compat beside it; vLLM is a fake engine."""
+    """Starts a model with this file of tests/compat beside it; a fake engine replaces vLLM."""
 
     async def load(note):
         pass

@@ -25,7 +25,7 @@ from tests.serving.sources.conftest import (
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """Hosts that do not answer are given up soon."""
+    """Short time-outs for hosts that do not answer."""
     monkeypatch.setattr(sources_hub, "ANSWER_S", 0.2)
     monkeypatch.setattr(source, "UNREACHABLE_S", 0.6)
 
@@ -256,7 +256,7 @@ def push(hub, files):
 
 
 def test_what_is_fetched_is_what_was_looked_at(hub, environ):
-    """A push between the two changes nothing, and the next start has it."""
+    """A push in between changes nothing, and the next start gets it."""
     listed = locate("org/tiny", environ).listed()
     assert listed.checkpoint().head("config.json", 8) == b'{"model_'
     before = dict(MODEL)
