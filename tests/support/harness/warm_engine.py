@@ -74,7 +74,7 @@ _servers_own: dict[int, os.stat_result] = {}
 
 
 def forked(arguments: Sequence[str]) -> None:
-    """Be as one that has imported only what these arguments need."""
+    """Reset the process to the state of one that has imported only what these arguments need."""
     os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # as when it was imported
     if [*arguments[:2]] == CACHE_SERVER:
         for collector in {*REGISTRY._collector_to_names} - LMCACHES:
