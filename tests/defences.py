@@ -421,7 +421,7 @@ DEFENCES: Mapping[str, Removed] = {
         {"tools.sagemaker_local.server:check_signature": nothing},
     ),
     "Keys in logs, errors or files": Removed(
-        f"{ACCESS}test_keys.py::test_what_a_file_cannot_say",
+        f"{ACCESS}test_keys.py::test_faults_in_a_file_of_keys_are_refused",
         {"serving.access.keys:parsed": repeated},
     ),
     "One key's requests keep all others out, or cost without limit": Removed(
@@ -502,7 +502,7 @@ DEFENCES: Mapping[str, Removed] = {
         {"serving.observability.redaction:_READERS": ()},
     ),
     "Bodies of many values, or of values of many forms, which are slow to read": Removed(
-        "tests/serving/inference/test_limits.py::test_bodies_have_so_many_keys_and_values",
+        "tests/serving/inference/test_limits.py::test_the_keys_and_values_of_a_body_have_limits",
         {"serving.inference.content.fields:count": lambda *_: 0},
     ),
     "Endless heads, silent connections, slow bodies, too many connections": Removed(
@@ -551,7 +551,7 @@ DEFENCES: Mapping[str, Removed] = {
         {"handlers.isolation:environment": dict},
     ),
     "Code that prints without end holds the server or fills the log": Removed(
-        "tests/serving/lora/test_adapter_code.py::test_of_what_it_prints_so_much_is_logged",
+        "tests/serving/lora/test_adapter_code.py::test_a_bounded_part_of_its_output_is_logged",
         {"serving.user_code:BURST": 10**9},
     ),
     "A line that takes long to log, or ends the log": Removed(
@@ -665,7 +665,7 @@ DEFENCES: Mapping[str, Removed] = {
         {"serving.http.bodies:Bodies.__init__": bodies_of_any_size},
     ),
     "`n`, `logprobs`, `stop`, `bad_words` and other expensive parameters": Removed(
-        "tests/serving/inference/test_limits.py::test_one_request_asks_for_so_many_answers",
+        "tests/serving/inference/test_limits.py::test_the_number_of_a_requests_answers_has_a_limit",
         {"serving.inference.content.checks:check": nothing},
     ),
     "A long query compared with many documents": Removed(

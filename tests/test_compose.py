@@ -59,7 +59,7 @@ def test_a_profile_has_all_services(services, hosts):
     assert len(services) == len(SERVICES)
 
 
-def test_profiles_differ_in_nothing_but_the_engine(hosts):
+def test_profiles_differ_only_in_the_engine(hosts):
     there = composed.services("cpu")
     for name, it in hosts.items():
         for key in ("command", "environment", "healthcheck", "mem_limit", "ports", "volumes"):

@@ -115,7 +115,7 @@ def little_memory():
 
 
 @pytest.mark.parametrize("reads", READERS, ids=lambda it: it.__name__)
-def test_of_a_file_without_end_so_much_is_read(tmp_path, reads):
+def test_a_bounded_part_of_an_endless_file_is_read(tmp_path, reads):
     with little_memory():
         reads(tmp_path)
 
@@ -133,7 +133,7 @@ class Endless(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_of_a_pings_answer_so_much_is_told():
+def test_a_bounded_part_of_a_pings_answer_is_reported():
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with little_memory():

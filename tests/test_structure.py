@@ -249,7 +249,7 @@ def test_chunks_are_framed_in_one_place():
     assert found == {"serving.http.http1"}
 
 
-def test_where_to_change_what_is_there():
+def test_the_table_of_changes_names_existing_places():
     table = ARCHITECTURE.partition("\n## To change\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!to change)(.+?) \| (.+) \|$", table, re.MULTILINE)
     assert len(rows) >= MOST

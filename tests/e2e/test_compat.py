@@ -56,7 +56,7 @@ def formatted(tiny_options, tmp_path_factory):
 @pytest.mark.parametrize(
     ("adapter", "by"), [(None, "base"), ("one", "one"), ("two", "two"), ("three", "base")]
 )
-def test_processed_by_whom(formatted, adapter, by):
+def test_the_formatter_that_processes_a_request(formatted, adapter, by):
     headers = {HEADER: adapter} if adapter else {}
     answer = formatted.invoke(CHAT, **headers).json()
     assert answer["processed_by"] == by

@@ -194,7 +194,7 @@ async def test_what_the_engine_evicts_is_gone(followed):
 
 
 @pytest.mark.anyio
-async def test_one_who_comes_late_reads_the_log(followed, served, tokenizer):
+async def test_a_late_follower_reads_the_log(followed, served, tokenizer):
     body = {"prompt": f"early {TEXT}", **SHORT}
     await followed.ask(COMPLETIONS, body)
     await followed.until(lambda: followed.index.sizes)

@@ -792,7 +792,7 @@ def test_finalize():
     assert Output().execute_finalize() is None
 
 
-def test_what_they_say_of_themselves():
+def test_the_text_of_inputs_and_outputs():
     assert json.loads(str(Output().add("a", key="data"))) == {
         "code": 200,
         "message": "OK",

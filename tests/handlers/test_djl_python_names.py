@@ -87,6 +87,6 @@ def test_a_module_that_is_not_here_says_why(name):
         importlib.import_module(f"djl_python.{name}")
 
 
-def test_what_never_was_is_no_attribute():
+def test_unknown_names_are_no_attributes():
     for module in ("", *{module for module, _, verdict in ROWS if verdict == "not here"}):
         assert not hasattr(importlib.import_module(module_of(module)), "no_such_name")

@@ -46,7 +46,7 @@ def test_a_server_without_a_driver_ends_at_once_and_says_why(model):
     assert failed(model).startswith(NO_GPU)
 
 
-def test_so_does_one_with_an_old_driver(model, driver):
+def test_a_server_with_an_old_driver_does_not_start(model, driver):
     assert failed(model, *driver(OLD)).startswith(TOO_OLD)
 
 

@@ -88,7 +88,7 @@ def test_what_root_made_or_mounted_for_us_is_used(home):
         os.seteuid(0)
 
 
-def test_where_an_operator_says_nobody_is_asked(squatted, tmp_path):
+def test_an_operators_folder_may_belong_to_anybody(squatted, tmp_path):
     for folder in (tmp_path / "disk", tmp_path / "mine"):
         folder.mkdir()
         os.chown(folder, ANOTHER, ANOTHER)

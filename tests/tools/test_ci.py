@@ -82,7 +82,7 @@ def test_an_engine_that_docker_names_is_the_only_one(ci, support, tmp_path):
     assert "run: needs docker or podman, or DOCKER to name what is like them" in ended.stderr
 
 
-def test_where_none_runs_one_is_started_and_ended(ci, support, tmp_path):
+def test_without_a_running_container_engine_one_is_started_and_ended(ci, support, tmp_path):
     assert ci().stdout.splitlines() == checked() + image(tmp_path / "started")
     assert support.read_text().split() == ["up", "down"]
 
@@ -103,7 +103,7 @@ def test_the_image_is_left_out_on_request(ci, support, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "code", "told"), [(["-h"], 0, " up "), (["x"], 1, "up or down")])
-def test_what_starts_one_tells_how_it_is_called(words, code, told):
+def test_the_starter_of_container_engines_shows_its_usage(words, code, told):
     command = [ROOT / "tests" / "support" / "containers", *words]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == code

@@ -287,7 +287,7 @@ def test_a_long_prompt_is_prefilled_apart():
     assert disturbed.first - disturbed.at > 1.5 * once
 
 
-def test_what_is_compared_apart(capsys, monkeypatch):
+def test_the_comparison_of_disaggregated_prefill(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["simulate", "--apart", "--quick"])
     monkeypatch.setattr(apart_module, "SECONDS", 10.0)
     monkeypatch.setattr(apart_module, "LOADS", (5,))

@@ -103,7 +103,7 @@ def test_a_mistyped_prefix_stops_the_start(name, meant):
          "whole number, at least 1; it is ignored"),
     ],
 )  # fmt: skip
-def test_what_only_does_nothing_is_noted(environ, note):
+def test_options_without_effect_are_noted(environ, note):
     (found,) = read(environ).notes
     assert note in found
 
@@ -121,7 +121,7 @@ def test_after_a_wrong_limit_of_sagemakers_the_next_counts():
         *("SERVICE_PORT", "CACHE_POLICY", "LLM_SEED", "SERVICE_NAME", "OPTIONAL_SEED"),
     ],
 )
-def test_what_is_others_or_is_read_is_not_noted(name):
+def test_foreign_and_used_variables_are_not_noted(name):
     assert read({name: "12345678"}).notes == ()
     assert read({"OPTIONS_PORT": "tcp://10.0.0.1:80"}).notes == ()
 

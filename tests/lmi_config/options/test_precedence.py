@@ -45,7 +45,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("first", "second", "option"), PAIRS)
-def test_of_two_places_the_first_of_the_table_counts(tmp_path, first, second, option):
+def test_the_first_of_two_places_in_the_table_counts(tmp_path, first, second, option):
     environ = {"SERVING_MODEL_STORE": str(tmp_path)}
     words: list[str] = []
     (tmp_path / "config.json").touch()

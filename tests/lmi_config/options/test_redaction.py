@@ -36,7 +36,7 @@ def test_a_name_that_only_looks_like_one(name):
     assert not secret(name)
 
 
-def test_of_the_options_only_those_are_secret_that_say_so():
+def test_only_options_that_say_so_are_secret():
     own = {name for name, option in OPTIONS.items() if option.secret}
     vllms = {name for name in vllm_options() if secret(f"OPTION_{name.upper()}")}
     keys = {

@@ -394,7 +394,7 @@ def test_the_references_files_translate(text, expected):
     assert dataclasses.replace(found, ignored=()) == expected
 
 
-def test_what_asks_for_nothing_is_told_with_its_reason():
+def test_options_without_effect_are_noted_with_the_reason():
     config = yaml.safe_load(REFERENCE[5][1]) | {
         "enable_lazy_memory_allocator": True,
         "pre_caching_hash_algorithm": "builtin",

@@ -519,7 +519,7 @@ def test_a_download_without_room_is_told():
     )
 
 
-def test_where_nothing_is_wrong_nothing_is_told():
+def test_a_plan_without_faults_has_no_findings():
     assert planned({}, machine(gpus=4), model(16)).findings == ()
 
 

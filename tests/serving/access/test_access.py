@@ -107,7 +107,7 @@ async def test_a_key_is_sent_in_either_header(kept, headers):
         bearer("old"),
     ],
 )
-async def test_what_is_no_key(kept, headers):
+async def test_invalid_keys_are_refused(kept, headers):
     answer = await kept.post("/v1/completions", {"prompt": "a"}, headers=headers)
     assert answer.status_code == 401
 

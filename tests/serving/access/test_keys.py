@@ -26,7 +26,7 @@ def test_a_key_is_made_and_known_by_its_hash():
     assert key not in keys.row("team-a", key)
 
 
-def test_the_tenant_is_the_name_where_nothing_else_is_said():
+def test_the_tenant_defaults_to_the_name():
     (key,) = keys.parsed(file()).by_digest.values()
     assert key == keys.Key(Caller(name="a", tenant="a"))
 
@@ -101,7 +101,7 @@ def test_a_time_says_its_zone_or_is_utc(text):
         ),
     ],
 )
-def test_what_a_file_cannot_say(content, reason):
+def test_faults_in_a_file_of_keys_are_refused(content, reason):
     with pytest.raises(ValueError, match=reason) as refused:
         keys.parsed(content)
     assert "secret" not in str(refused.value)

@@ -63,7 +63,7 @@ async def test_a_model_has_lmis_spelling_in_paths():
             assert answer.status_code == status
 
 
-async def test_what_waits_and_what_fails_is_told(served):
+async def test_waiting_and_failing_requests_are_reported(served):
     waiting = [served.post("/invocations", {"inputs": "wait"}) for _ in range(8)]
     tasks = [asyncio.create_task(it) for it in waiting]
     async with asyncio.timeout(5):
@@ -95,7 +95,7 @@ async def test_an_unhealthy_model():
         ("POST", "/server/logging?level=debug", "start with OPTION_LOG_LEVEL=DEBUG"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused_by_name(shared, method, path, told):
+async def test_calls_without_a_meaning_here_are_refused_by_name(shared, method, path, told):
     answer = await shared.client.request(method, path)
     assert (answer.status_code, answer.json()["code"]) == (409, 409)
     assert told in answer.json()["message"]

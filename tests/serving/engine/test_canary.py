@@ -156,7 +156,7 @@ async def test_a_hit_is_computed_with_its_own_salt_and_with_one_that_nothing_has
     assert not caplog.records
 
 
-async def test_one_in_so_many(caplog):
+async def test_one_hit_in_four_is_verified(caplog):
     client = Client()
     await hits(made(client, every=4), 11)
     assert len(client.asked) == 2 * 2

@@ -54,7 +54,7 @@ ENFORCED = {
 
 
 @pytest.mark.parametrize(("schema", "wrong"), ENFORCED.values(), ids=ENFORCED)
-def test_what_passes_is_enforced(schema, wrong):
+def test_a_supported_schema_is_enforced(schema, wrong):
     assert unsupported(schema) is None
     assert not accepts(schema, {"a": wrong})
 

@@ -126,7 +126,7 @@ def test_another_prompt_is_not(prefills, decodes, other):
     assert not decodes.fetches(prefills.computed(**SAME), **other)
 
 
-def test_neither_is_one_that_may_be_gone(prefills, decodes):
+def test_kv_that_may_be_gone_is_not_fetched(prefills, decodes):
     params = prefills.computed()
     lease = decodes.scheduler.connector.connector_scheduler._kv_lease_duration
     assert not decodes.fetches({**params, RECEIVED: time.monotonic() - lease / 2 - 1})

@@ -192,7 +192,7 @@ async def test_a_guided_key_has_the_limit_of_structured_outputs(large):
         ({"prompt": ["a"] * (SEQUENCES + 1)}, False),
     ],
 )
-async def test_one_request_asks_for_so_many_answers(large, body, fits):
+async def test_the_number_of_a_requests_answers_has_a_limit(large, body, fits):
     if fits:
         # The fake engine takes no tokens; what matters is that it is asked.
         large.engine.bodies.clear()
@@ -217,7 +217,7 @@ async def embedding(anyio_backend):
         yield it
 
 
-async def test_one_request_has_so_many_inputs_embedded(embedding):
+async def test_the_number_of_a_requests_inputs_has_a_limit(embedding):
     for path, key in (("/v1/embeddings", "input"), ("/invocations", "inputs")):
         for inputs in (["a"] * INPUTS, ["short"] * 1000, "a"):
             assert (await embedding.post(path, {key: inputs})).status_code == 200
@@ -248,7 +248,7 @@ def user(*parts):
         {"input": [{"type": "function_call_output", "output": ["a"] * (MESSAGES + 1)}]},
     ],
 )
-async def test_a_request_has_so_many_messages(large, embedding, body):
+async def test_the_number_of_a_requests_messages_has_a_limit(large, embedding, body):
     """The engine's models take long to read each of them, and block the event loop."""
     path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
     assert f"may have {MESSAGES} messages" in await refused(embedding, path, body)
@@ -268,7 +268,7 @@ async def test_a_request_has_so_many_messages(large, embedding, body):
         ({"tools": [{}] * (INPUTS + 1)}, f"tools may be at most {INPUTS}"),
     ],
 )
-async def test_the_engine_does_not_say_of_each_item_what_it_is_not(large, more, told):
+async def test_the_engine_does_not_report_on_each_item(large, more, told):
     """The engine's model of a request would take seconds for 60 KB of numbers, and block the event
     loop.
     """
@@ -279,7 +279,7 @@ async def test_items_that_are_no_text_are_refused(shared):
     assert "list of items" in await refused(shared, "/v1/responses", b'{"input":[{"a":"\xff"}]}')
 
 
-async def test_what_comes_before_messages_has_so_many_parts(large):
+async def test_the_parts_before_messages_have_a_limit(large):
     """The same limit on Anthropic's path."""
     body = {"messages": [user()], "system": ["a"] * (INPUTS + 1)}
     assert f"system may have {INPUTS} parts" in await refused(large, "/v1/messages", body)
@@ -494,11 +494,11 @@ async def test_an_adapter_call_has_the_limit_of_all_bodies(shared):
     ],
     ids=lambda it: f"{it}"[:40],
 )
-async def test_bodies_have_so_many_keys_and_values(large, path, body, told):
+async def test_the_keys_and_values_of_a_body_have_limits(large, path, body, told):
     assert told in await refused(large, path, body)
 
 
-async def test_a_request_that_may_be_sent_again_has_so_many_keys(large):
+async def test_the_keys_of_a_request_that_may_be_repeated_have_a_limit(large):
     """The field `stream` is read before all other fields, because a stream's answer is not
     shared.
     """

@@ -424,7 +424,7 @@ async def test_one_too_many(web, reachable):
     assert not web.asked
 
 
-async def test_nothing_is_fetched_where_one_is_refused(web, reachable):
+async def test_one_refused_url_prevents_every_fetch(web, reachable):
     await refused(chat(web.url(), "http://other.test/"))
     assert not web.asked
 
@@ -601,7 +601,7 @@ async def test_other_encodings_are_read_too(web, reachable, encoding):
     assert await inline(request) is request
 
 
-async def test_of_two_equal_keys_the_last_one_counts(web, reachable):
+async def test_the_last_of_two_equal_keys_counts(web, reachable):
     request = '{"messages":[{"content":[{"image_url":"http://other.test/","image_url":"URL"}]}]}'
     found = await inline(request.replace("URL", web.url()).encode())
     assert json.loads(found)["messages"][0]["content"] == [{"image_url": inside()}]

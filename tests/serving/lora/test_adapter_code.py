@@ -412,7 +412,7 @@ async def test_nothing_that_it_does_stops_the_server(adopting, served, root, evi
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < most * 1024
 
 
-async def test_of_what_it_prints_so_much_is_logged(served, root, caplog):
+async def test_a_bounded_part_of_its_output_is_logged(served, root, caplog):
     text = """
 @output_formatter
 def evil(answer):

@@ -935,7 +935,7 @@ async def loaded(served) -> float:
     return number
 
 
-async def test_one_that_loads_for_nobody_is_taken_away_when_it_has_loaded(served, root):
+async def test_an_adapter_that_nobody_waits_for_is_removed_after_its_load(served, root):
     await register(served, "one", write(root / "one"))
     served.engine.may_load.clear()
     await leaving(served)

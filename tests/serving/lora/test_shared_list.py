@@ -195,7 +195,7 @@ async def test_one_name_for_two_things_at_once(root, shared):
             assert has_it.src == one.pipeline.adapters.get("same").src
 
 
-async def test_what_happened_while_one_was_away(root, shared):
+async def test_a_server_that_was_away_catches_up(root, shared):
     async with server(root, shared) as one, server(root, shared, follows=False) as other:
         for name in ("a", "b"):
             await register(one, name, write(root / name))
@@ -374,7 +374,7 @@ def test_old_deletions_are_forgotten(valkey):
         assert sorted(client.hkeys(ListStore.KEY)) == [b"a.json", b"version"]
 
 
-def test_of_a_large_field_in_a_store_so_much_is_read(valkey):
+def test_a_bounded_part_of_a_stores_large_field_is_read(valkey):
     it = ListStore(f"valkey://127.0.0.1:{valkey.port}")
     it.put("a.json", b"1")
     with Redis(port=valkey.port) as client:

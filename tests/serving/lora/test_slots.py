@@ -121,7 +121,7 @@ async def test_when_nobody_waits_any_more_all_go_on(batch):
     assert batch.inside == [*"aba"]
 
 
-async def test_where_there_are_none_any_more_that_is_told(batch):
+async def test_a_request_without_any_slot_is_refused_with_the_option(batch):
     await batch.come("a")
     await batch.come("b")
     waiting = await batch.come("c")

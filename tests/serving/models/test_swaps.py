@@ -93,7 +93,7 @@ def test_nothing_overtakes_who_is_overdue():
     )
 
 
-def test_room_that_is_being_made_is_kept_for_whom_it_is_made():
+def test_freed_room_is_reserved_for_the_model_that_it_is_freed_for():
     stopping = model("b", State.STOPPING, 6)
     assert decided(waits("a", 8, seconds=2), stopping, waits("c", 4)) == ()
     assert decided(waits("a", 8, seconds=2), stopping, waits("c", 1)) == ()

@@ -97,7 +97,7 @@ def test_what_is_harmless_stays():
     assert redacted(text) == text.replace("of", "[secret]")
 
 
-def test_of_two_secrets_the_longer_is_hidden_whole():
+def test_a_secret_within_a_longer_one_leaves_no_rest():
     hide({"A_TOKEN": "abcdefgh", "B_TOKEN": "abcdefghijkl", "C_KEY": "short", "D_URL": ""})
     assert redacted("abcdefghijkl abcdefgh short") == "[secret] [secret] short"
 

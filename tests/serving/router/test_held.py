@@ -317,7 +317,7 @@ async def test_priorities_go_first_and_what_may_be_shed_is_not_held(tmp_path):
         assert steps.prompts == ["inside", "urgent", "urgent2", "plain", "plain2"]
 
 
-async def test_where_it_is_full_the_longest_lane_makes_room(tmp_path, monkeypatch):
+async def test_in_a_full_queue_the_longest_lane_loses_its_newest_request(tmp_path, monkeypatch):
     monkeypatch.setattr("serving.router.router.MOST_HELD", 3)
     keys = written(tmp_path / "keys.json")
     async with holding(api_keys_file=keys, router_secret=SECRET) as it:

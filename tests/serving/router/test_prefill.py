@@ -434,7 +434,7 @@ async def test_a_hostile_prefill_server_costs_nobody_an_answer(answer):
         assert ended("refused") == before + 1
 
 
-async def test_of_what_a_prefill_server_says_only_what_is_known_is_passed_on():
+async def test_only_known_parameters_of_a_prefill_server_are_passed_on():
     odd = {"do_remote_decode": True, "slipway_received": 1, "trust": "me", "slipway_prompt": "d"}
     async with fetching(answer=kept_at(**odd)) as it:
         await it.routed.post(long())

@@ -816,7 +816,7 @@ async def test_nobody_keeps_others_out_with_connections_alone(monkeypatch):
             await asyncio.wait([end])
 
 
-async def test_heads_have_so_many_headers_and_take_so_much_memory(monkeypatch):
+async def test_the_headers_and_the_memory_of_heads_have_limits(monkeypatch):
     async with routing(1) as it:
         many = posted(b'"Hi"', *[b"a:"] * 950, b"connection: close")
         assert (await it.answer(many)).startswith(b"HTTP/1.1 200 ")

@@ -107,7 +107,7 @@ async def test_adapters_need_ours(started):
         await started("public/own_engine", OPTION_ENABLE_LORA="true")
 
 
-def test_what_handlers_are_told(tmp_path):
+def test_the_properties_that_handlers_get(tmp_path):
     settings = read(
         {"OPTION_MODEL_ID": "s3://bucket/model", "OPTION_TENSOR_PARALLEL_DEGREE": "max"}
     )

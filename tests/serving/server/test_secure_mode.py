@@ -72,7 +72,7 @@ def refusal(capsys, asked) -> str:
     return told.partition("cannot be used:\n")[2]
 
 
-def test_what_is_usual_may_be_there_under_all_controls(channel, capsys):
+def test_a_usual_channel_passes_all_controls(channel, capsys):
     assert refusal(capsys, environ(channel, *ALL)) == ""
 
 

@@ -27,7 +27,7 @@ def model(folder: Path, *changed: int, header=b"{}") -> Path:
 
 
 @pytest.mark.parametrize("limit", [SIZE // 2, None])
-def test_of_what_is_too_large_samples_are_read_and_headers(tmp_path, monkeypatch, limit):
+def test_samples_and_headers_of_large_files_are_read(tmp_path, monkeypatch, limit):
     if limit:
         monkeypatch.setattr(digests, "WHOLE", limit)
     whole = limit is not None

@@ -102,7 +102,7 @@ def test_a_whole_bucket_may_be_the_model(bucket):
     assert contents(bucket.locate("").fetch(ignore)).items() >= MODEL.items()
 
 
-def test_only_what_is_not_as_it_should_be_is_fetched_again(bucket):
+def test_only_missing_or_changed_files_are_fetched_again(bucket):
     bucket.put({"a.json": b"a", "b.json": b"b", "c.json": b"ccc", "d/e.json": b"e"})
     folder = bucket.locate().fetch(ignore)
     bucket.client.delete_object(Bucket=bucket.name, Key="models/tiny/a.json")
@@ -130,7 +130,7 @@ def test_an_object_that_has_only_the_size_and_the_time_of_the_file_is_fetched(bu
     assert (found["config.json"], asked) == (b"other", {"config.json"})
 
 
-def test_files_of_which_nobody_noted_what_they_are_are_fetched_again(bucket):
+def test_files_without_a_valid_note_are_fetched_again(bucket):
     folder = bucket.locate().fetch(ignore)
     (note,) = bucket.downloads.glob("*.etags")
     for broken in (b"", b"[]", None):

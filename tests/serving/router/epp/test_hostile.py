@@ -139,7 +139,7 @@ MESSAGES = st.sampled_from(
 )
 
 
-async def test_whatever_comes_in_whatever_order_all_is_given_back(tmp_path):
+async def test_messages_in_any_order_leave_nothing_held(tmp_path):
     keys = written(tmp_path / "keys.json", {"team-a": {"concurrent_requests": 3}})
     async with picking(api_keys_file=keys, router_secret=SECRET) as peer:
         loop = asyncio.get_running_loop()

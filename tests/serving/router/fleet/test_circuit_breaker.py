@@ -131,7 +131,7 @@ def test_what_fails_everywhere_ejects_none(share):
     assert out < 20 * 2000 * 4 / 500  # by chance, for a moment
 
 
-def test_what_goes_from_one_to_the_next_and_fails_everywhere_brings_the_first_ones_back():
+def test_a_prefix_that_fails_on_every_replica_readmits_the_first_ones():
     """Requests with one prefix go to one replica as long as it is there."""
     fleet = Fleet(4)
     for n in range(3):

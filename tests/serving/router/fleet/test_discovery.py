@@ -136,7 +136,7 @@ def test_what_says_where_replicas_are(where, source):
         ("kubernetes://default/a=b?port=70000", "a whole number, at least 1, at most 65535"),
     ],
 )
-def test_what_does_not(where, should):
+def test_addresses_that_say_nothing_of_replicas_are_refused(where, should):
     with pytest.raises(ValueError, match=should.replace("?", r"\?")) as caught:
         replicas(where)
     assert "secret" not in str(caught.value)

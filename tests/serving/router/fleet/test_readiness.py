@@ -67,7 +67,7 @@ async def test_a_server_with_none_of_them_is_asked_until_it_has_one():
         await it.ready()
 
 
-async def test_the_path_is_kept_while_it_answers_and_looked_for_anew_after_that():
+async def test_the_path_is_kept_while_it_answers_and_then_searched_again():
     async with routing(1, wait=False) as it:
         replica = it.fleet[0]
         replica.statuses = {PING: 404}

@@ -104,7 +104,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(events, "ANSWER_S", 0.5)
 
 
-async def test_the_log_first_and_then_what_comes():
+async def test_a_follower_reads_the_log_and_then_new_batches():
     async with publishing() as it:
         await it.publish(block(0), block(1))
         async with following(it) as index:

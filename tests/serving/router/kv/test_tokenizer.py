@@ -178,7 +178,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         (COMPLETIONS, {"prompt": "a" * tokenizer_workers.LARGEST}),
     ],
 )
-async def test_what_cannot_be_told_has_none(tokenizer, path, body):
+async def test_requests_that_cannot_be_tokenised_have_no_tokens(tokenizer, path, body):
     assert await tokenizer.tokens(path, encoded(body)) is None
 
 
@@ -351,7 +351,7 @@ async def test_a_worker_that_hangs_holds_nobody_up_and_is_replaced(monkeypatch, 
     assert await hostile.tokens(CHAT, saying("a b")) == own.encode("a b")
 
 
-async def test_a_worker_has_only_so_much_memory(own, hostile):
+async def test_a_workers_memory_has_a_limit(own, hostile):
     before = hostile.processes()
     assert await hostile.tokens(CHAT, saying("4000000000")) is None
     assert hostile.processes() == before

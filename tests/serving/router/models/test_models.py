@@ -175,7 +175,7 @@ async def test_a_change_of_adapters_goes_to_the_model_in_its_path(own):
     assert (await own.post({"name": "x", "src": "/x"}, "/adapters")).status_code == 400
 
 
-async def test_in_vain_nobody_waits(own):
+async def test_requests_for_a_model_that_cannot_start_do_not_wait(own):
     waits = ask(own, "a")
     await until_async(lambda: own.boss.work("a") and own.boss.work("a").waiting == 1)
     own.boss.enter("a", "cold", "the weights are torn")

@@ -105,7 +105,7 @@ def test_other_strategies_choose_as_ever(policy):
     assert len(chosen) == (4 if isinstance(policy, RoundRobin) else 1)
 
 
-def test_what_a_turn_has_in_common_with_the_last_one():
+def test_the_prefix_that_a_turn_shares_with_the_last_one():
     fleet = Fleet()
 
     def repeated(text, session="s"):

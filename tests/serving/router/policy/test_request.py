@@ -92,7 +92,7 @@ def test_what_is_only_counted_is_in_no_cache(path):
         {"tools": [{"type": "function"}]},
     ],
 )
-def test_what_parts_kv_caches_parts_chains(other):
+def test_requests_with_separate_kv_caches_have_separate_chains(other):
     body = {"prompt": LONG, "model": "base"}
     assert not set(asked(body).chain) & set(asked({**body, **other}).chain)
 

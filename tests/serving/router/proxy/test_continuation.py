@@ -157,7 +157,7 @@ async def test_a_stream_is_the_same_as_without_the_failure(path, failures):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize("missing", [1, 2])
-async def test_of_a_stream_that_lacks_only_its_end_nothing_is_said_twice(path, missing):
+async def test_no_event_of_a_stream_that_lacks_only_its_end_is_repeated(path, missing):
     body = BODIES[path] | {"stream_options": {"include_usage": True}}
     expected = await streamed(Engine(), path, body)
     engine = Engine()
@@ -232,7 +232,7 @@ async def test_a_replica_that_says_that_it_failed_is_left():
     assert text(events(found)) == "".join(PIECES)
 
 
-async def test_where_nobody_is_left_the_client_hears_what_the_last_one_said():
+async def test_without_another_replica_the_client_gets_the_last_ones_error():
     engine = Engine()
     engine.fails_after, engine.failure = [4, 1], FAILED
     found = events(await streamed(engine, COMPLETION, BODIES[COMPLETION], count=2))
