@@ -91,7 +91,7 @@ KNOWN = [
 
 def test_every_place_that_reads_has_a_bound_or_a_reason():
     missing = sorted(FOUND - {*KNOWN})
-    assert not missing, "a row of tests/bounds.py, or a reason, is wanted of:\n" + "\n".join(
+    assert not missing, "these places need a row of tests/bounds.py, or a reason:\n" + "\n".join(
         missing
     )
 

@@ -223,7 +223,7 @@ def test_every_reason_names_what_is_at_fault_and_the_fix():
     unclear = {key: it for key, it in found().items() if not it.clear}
     missing = [f"    {key}" for key in unclear if key not in table()]
     assert not missing, "\n".join(["reword these, or add their lines to reasons.txt:", *missing])
-    assert sorted(table().keys() - unclear.keys()) == [], "these need no line any more"
+    assert sorted(table().keys() - unclear.keys()) == [], "these lines are no longer needed"
 
 
 def test_all_were_found():

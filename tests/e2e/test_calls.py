@@ -486,7 +486,7 @@ def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
             await one.of(engine, steps=True)
             if one.written or "stop" in more:  # texts with a stop are held back
                 return [json.loads(line) for line in one.events]
-        assert not direct, "no step was written where it came"
+        assert not direct, "no step was written at once"
         _, _, events = await one.of_app(app_of(engine))
         chunks = [json.loads(it.removeprefix(b"data: ")) for it in events if b"{" in it]
         lines = [steps.step(step(it)) for chunk in chunks for it in chunk["choices"]]

@@ -96,7 +96,7 @@ class Load:
         before, deadline = self.found["hits"], time.monotonic() + BACK_S
         while self.found["hits"] == before:
             assert self._served.process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, f"no hits any more: {self.found}"
+            assert time.monotonic() < deadline, f"no further hits: {self.found}"
             time.sleep(0.01)
 
 

@@ -53,7 +53,7 @@ def test_ping_answers_from_the_first_second_on(served):
         try:
             answer = served.client.get("/ping")
         except httpx.ConnectError:
-            assert first is None, "refused after it had answered"
+            assert first is None, "a connection was refused after an answer"
             time.sleep(0.1)
             continue
         first = first or asked

@@ -210,7 +210,7 @@ def test_large_shapes(name, tmp_path, record_property):
         pytest.skip("the CPU engine has no FP8 weights")
     memory = min((gpu.memory or 0 for gpu in FOUND.shown), default=0)
     if not ON_CPU and memory < 1.4e9 * LARGE[name]:
-        pytest.skip(f"its weights of {LARGE[name]} GB and their KV want a larger GPU")
+        pytest.skip(f"its weights of {LARGE[name]} GB and their KV need a larger GPU")
     config = {**MODELS[name], "vocab_size": tiny.VOCABULARY}
     if ON_CPU:
         config |= {"num_hidden_layers": 2, "intermediate_size": 1024}

@@ -86,7 +86,7 @@ class Container:
             if state["Health"]["Status"] == "healthy":
                 return
             time.sleep(1)
-        pytest.fail(f"it did not get healthy: {self.state()}\n{self.logs()}")
+        pytest.fail(f"the container did not become healthy: {self.state()}\n{self.logs()}")
 
     def run(self, *command: str) -> str:
         return done("exec", self.id, *command)
@@ -153,7 +153,7 @@ def engine() -> str:
 @pytest.fixture(scope="session")
 def serves() -> None:
     if engine() == "gpu":
-        pytest.skip("the engine for GPUs starts on no other machine")
+        pytest.skip("the GPU engine starts only on machines with GPUs")
 
 
 @pytest.fixture(scope="session", autouse=True)

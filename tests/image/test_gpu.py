@@ -17,7 +17,7 @@ SCRIPTS = f"--volume={ROOT}/tools/rehearsal:/rehearsal:ro"
 @pytest.fixture(scope="module", autouse=True)
 def _is_for_gpus():
     if engine() == "cpu":
-        pytest.skip("it is the image for CPUs")
+        pytest.skip("this is the image for CPUs")
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def test_where_a_name_is_lost_the_start_is_refused_or_slower(it, name, monkeypat
 
 
 def never(*_: Any) -> None:
-    raise AssertionError("it is put in place though a name is missing")
+    raise AssertionError("the patch is applied although a name is missing")
 
 
 def example(**more: Any) -> Patch:

@@ -109,7 +109,7 @@ async def answers(it, file, headers=None):
         return {}
     content = await it.client.get(f"/v1/files/{file}/content", headers=headers)
     found = [json.loads(entry) for entry in content.text.splitlines()]
-    assert len({entry["custom_id"] for entry in found}) == len(found), "one is there twice"
+    assert len({entry["custom_id"] for entry in found}) == len(found), "an answer appears twice"
     return {entry["custom_id"]: entry for entry in found}
 
 

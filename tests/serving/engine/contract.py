@@ -97,7 +97,7 @@ class Sink:
         await self.wait("event")
 
     async def step(self, step: Any) -> None:
-        raise AssertionError("nobody takes steps")
+        raise AssertionError("this sink takes no steps")
 
     def takes(self) -> bool:
         return not self.inside and bool(self.events) and self._keeps_up()
@@ -107,7 +107,7 @@ class Sink:
         self.note("write")
 
     def write_step(self, step: Any) -> None:
-        raise AssertionError("nobody takes steps")
+        raise AssertionError("this sink takes no steps")
 
     async def fail(self, error: ServingError) -> None:
         self.error = error

@@ -21,7 +21,7 @@ from tests.serving.lora import test_registry
 from tests.serving.lora.test_registry import ask, register, registry, write
 
 pytestmark = pytest.mark.anyio
-as_another = pytest.mark.skipif(not isolation._may_choose(), reason="we may not choose users")
+as_another = pytest.mark.skipif(not isolation._may_choose(), reason="only root can choose users")
 
 FORMATTER = """
 import decimal, email.mime.text, json.tool, os, resource, struct, sys  # not all of it is loaded yet
@@ -112,7 +112,7 @@ async def test_it_has_none_of_the_servers_secrets_and_rights(served, root, tmp_p
         assert "CapEff:\t0000000000000000" in found["status"]
 
 
-@pytest.mark.skipif(isolation.landlock() < 6, reason="the kernel cannot keep processes apart")
+@pytest.mark.skipif(isolation.landlock() < 6, reason="the kernel cannot isolate processes")
 async def test_where_no_user_can_be_chosen_it_reads_and_signals_no_other(served, root, monkeypatch):
     """The engine's processes have the server's environment, and its user."""
     monkeypatch.setattr(isolation, "_may_choose", lambda: False)
@@ -172,7 +172,7 @@ def look(answer):
 
 
 @as_another
-@pytest.mark.skipif(not isolation.landlock(), reason="the kernel keeps no file from it")
+@pytest.mark.skipif(not isolation.landlock(), reason="the kernel cannot hide files from processes")
 async def test_no_descriptor_leads_out_of_its_folder(served, tmp_path):
     """The adapter is in a folder that only root may enter, as downloaded ones are."""
     closed = tmp_path / "closed"

@@ -192,11 +192,13 @@ async def serve(host: str, port: int, rate: float, first: float, slots: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("port", type=int)
-    parser.add_argument("--host", default="127.0.0.1", help="the address that it listens on")
-    parser.add_argument("--rate", type=float, default=50, help="events a second of each stream")
-    parser.add_argument("--first", type=float, default=0.0, help="seconds before a stream's first")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--rate", type=float, default=50, help="events per second of each stream")
     parser.add_argument(
-        "--slots", type=int, default=0, help="requests that it says it has room for"
+        "--first", type=float, default=0.0, help="seconds before a stream's first event"
+    )
+    parser.add_argument(
+        "--slots", type=int, default=0, help="the number of requests with room, for /metrics"
     )
     options = parser.parse_args()
     uvloop.run(serve(options.host, options.port, options.rate, options.first, options.slots))
