@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 WHERE = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
-"""The only call there can be."""
+"""The only tool call that the model can make."""
 SCHEMA = {**WHERE, "additionalProperties": False}
 PERMISSIONS = "<permissions instructions>Ask first.</permissions instructions>"
 SURROUNDINGS = "<environment_context><cwd>/src</cwd></environment_context>"
@@ -108,7 +108,7 @@ def claude(task: str, *further: Mapping[str, Any], bill: str = "0f1a2", **more: 
     header that differs between requests.
     """
     billing = f"x-anthropic-billing-header: cc_version=2.1.69.b2a; cc_entrypoint=cli; cch={bill};"
-    last = {"cache_control": KEPT}  # is on the last message of each request
+    last = {"cache_control": KEPT}  # the last message of each request has it
     first = {
         "role": "user",
         "content": [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collector of traces, as far as senders see one: it takes OTLP over HTTP and over gRPC."""
+"""A collector of traces for senders: it accepts OTLP over HTTP and over gRPC."""
 
 import contextlib
 import gzip

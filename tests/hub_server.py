@@ -20,7 +20,7 @@ class Repo:
     gated: bool = False  # the hub lists a gated model's files, and does not serve them
     claims: dict[str, int] = dataclasses.field(default_factory=dict)  # false sizes
     hashes: dict[str, str] = dataclasses.field(default_factory=dict)  # false SHA-256
-    elsewhere: str = ""  # another host, to which file requests are redirected
+    elsewhere: str = ""  # another host, the target of redirected file requests
 
 
 class FakeHub(ThreadingHTTPServer):

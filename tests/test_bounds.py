@@ -53,7 +53,7 @@ def sites(tree: ast.Module, file: str) -> Iterator[str]:
 
     def reading(it: ast.AST, parent: ast.AST) -> str:
         if isinstance(it, ast.Attribute) and it.attr in ("decode", "stdin"):
-            # Not called here: a decoder that is kept under a name.
+            # A decoder that is kept under a name, and not called here.
             called = isinstance(parent, ast.Call) and parent.func is it
             decoder = it.attr == "decode" and "Decoder" in ast.unparse(it.value)
             stdin = it.attr == "stdin" and ast.unparse(it) == "sys.stdin"

@@ -14,7 +14,7 @@ from tests import composed
 from tests.composed import MONITORING, OF_THE_SCRAPE, ROOT
 
 PORTS = {"valkey": 6379, "prometheus": 9090, "grafana": 3000}
-PORT = 8080  # of ours
+PORT = 8080  # of Slipway
 SERVERS = {"server-1", "server-2"}
 SERVICES = {*SERVERS, "router", *PORTS}
 

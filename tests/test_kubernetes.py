@@ -351,7 +351,7 @@ def test_the_router_finds_the_servers(files: tuple[str, ...]) -> None:
     wanted = dict(it.split("=") for it in source.selector.split(","))
     found = []
     for service in _of("Service", files):
-        # An EndpointSlice has the labels of its Service, and its name as one more.
+        # An EndpointSlice has the labels of its Service, and one with the Service's name.
         name = service["metadata"]["name"]
         labels = {**service["metadata"]["labels"], "kubernetes.io/service-name": name}
         if wanted.items() <= labels.items():

@@ -64,7 +64,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def floors() -> list[str]:
-    """Rooms from the top layer to the bottom one, in the order of the page's table."""
+    """Rooms from the top layer to the bottom layer, in the order of the page's table."""
     table = ARCHITECTURE.partition("\n## Modules\n")[2].partition("\n## ")[0]
     names = re.findall(r"^\| `((?:serving|lmi_config)/[\w/]+?)(?:/|\.py)` \|", table, re.MULTILINE)
     return [it.replace("/", ".") for it in names]
@@ -141,7 +141,7 @@ STARTS_PROCESSES = {"Popen", "create_subprocess_exec", "create_subprocess_shell"
 MAY_START_PROCESSES = {
     "tools.sagemaker_local.container",  # SageMaker's part: it runs containers
     "tools.chaos.watch",  # a client
-    "tools.ceiling.profile",  # py-spy, which looks at a server
+    "tools.ceiling.profile",  # py-spy, which samples a server
     "tools.engines.trial",  # pytest
 }
 

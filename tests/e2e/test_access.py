@@ -55,7 +55,7 @@ def options(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(options, tiny_options, tmp_path_factory):
-    # For 10,000 tokens. In 16 bits, how much of a prompt was cached decides between near ties.
+    # For 10,000 tokens. In 16 bits, the cached part of a prompt decides between near ties.
     small = {**tiny_options, "OPTION_KV_CACHE_MEMORY_BYTES": "80M", "OPTION_DTYPE": "float32"}
     small |= {"OPTION_MAX_ROLLING_BATCH_SIZE": str(SEQUENCES)}
     with serving(tmp_path_factory.mktemp("served") / "log", **small, **options) as it:
@@ -238,7 +238,7 @@ def test_six_hundred_requests_of_three_keys(fleet):
     before = series(servers, "vllm:generation_tokens_total")
 
     def ask(name):
-        # A connection each: the kernel shares them out among the router's processes.
+        # Separate connections: the kernel distributes them over the router's processes.
         url = httpx.URL(router.url)
         connection = HTTPConnection(url.host, url.port, timeout=60)
         headers = {**bearer(name), "content-type": "application/json"}

@@ -82,7 +82,7 @@ def test_each_adapter_answers_in_its_own_way(alone):
 
 
 def test_embeddings_and_the_head_of_a_language_model(served, alone, root):
-    """With the copies of the model's own weights that PEFT saves beside them."""
+    """The adapters have the copies of the model's own weights that PEFT saves beside them."""
     copy = torch.zeros(tiny.VOCABULARY, 256)
     for name, sides in (
         ("model.embed_tokens", (tiny.VOCABULARY, 256)),
@@ -136,7 +136,7 @@ def test_it_is_chosen_by_model_and_in_lmis_body(served, alone):
 
 
 def test_series_have_the_names_that_requests_have(served):
-    """Gateways route by them, and know nothing of versions."""
+    """Gateways route by these names, and versions mean nothing to them."""
     body = {"model": "one", "prompt": QUESTION, "max_tokens": 200, "ignore_eos": True}
     assert served.client.post("/v1/completions", json=body).status_code == 200
 

@@ -203,7 +203,7 @@ CHOICE = re.compile(rb'"choices":\[{"index":(\d+)')
 def joined(events: list[bytes]) -> dict[bytes, tuple[list[bytes], list[str]]]:
     """For each choice its events without their texts, equal ones in a row as one; and its text.
 
-    vLLM joins tokens where a machine is slow, and several prompts come in the order of chance.
+    vLLM joins tokens where a machine is slow, and several prompts come in random order.
     """
     found: dict[bytes, tuple[list[bytes], list[str]]] = {}
     for event in events:
@@ -354,7 +354,7 @@ def running(without: Collection[str] = (), **more: Any) -> Iterator[Run]:
             patch.setenv(name, os.environ.get(name, "1"))
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         if more.get("enable_lora"):
-            # vLLM loads plugins once a process, and an earlier engine may have had no adapters.
+            # vLLM loads plugins once per process, and an earlier engine may have had no adapters.
             plugin.want(os.environ, adapters=True)
             plugin.load()
         with asyncio.Runner() as runner:

@@ -66,7 +66,7 @@ def valkey(here, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(here, valkey, tiny_options, tmp_path_factory):
-    """Both at once, as Compose does."""
+    """Both start at once, as with Compose."""
     folder = tmp_path_factory.mktemp("servers")
     tiny_lora.write(folder / "adapters/one", 1)
     with contextlib.ExitStack() as stack:

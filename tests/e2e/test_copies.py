@@ -207,7 +207,7 @@ def ready(served):
 
 
 def test_what_one_copy_has_computed_another_loads(copies):
-    """The copy that has computed a prompt stands still: the other loads it from the tiers."""
+    """The copy that has computed a prompt is suspended. The other one loads it from the tiers."""
     prompt = " ".join(f"shared{n}" for n in range(700))
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
     first = copies.client.post("/v1/completions", json=body, headers={"X-Slipway-Route": "1"})
@@ -263,7 +263,7 @@ def test_a_copy_that_is_killed_comes_back_with_its_adapters_and_the_other_serves
 def test_a_router_that_is_killed_comes_back(copies):
     router = parts(copies)[copies.port]
     router.kill()
-    # New connections wait in the socket, which the supervisor has as well.
+    # New connections wait in the socket, which the supervisor also has.
     assert httpx.get(f"{copies.url}/ping", timeout=60).status_code in (200, 503)
     until(lambda: httpx.get(f"{copies.url}/ping").status_code == 200, 60)
     copies.client = httpx.Client(base_url=copies.url, timeout=120)

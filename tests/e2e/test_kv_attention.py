@@ -415,7 +415,7 @@ def test_models_without_reusable_kv_start_without_tiers(made, tmp_path):
 
 @pytest.mark.nightly
 def test_pictures_with_equal_placeholders(tmp_path):
-    """Pictures of one size have the same tokens; what tells them apart is the picture."""
+    """Pictures of one size have the same tokens, and differ only in their pixels."""
 
     def ask(picture: int, salt: str | None, text: str = "a " * 500) -> tuple[list[float], int]:
         image = Image.effect_noise((32, 32), 10 + 60 * picture).convert("RGB")

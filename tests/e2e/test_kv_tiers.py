@@ -69,7 +69,7 @@ def loaded(served, text):
 
 
 def metric(served, name):
-    """A series' value; 0 while there is none, as LMCache has no series before its first event."""
+    """A series' value; 0 if it does not exist yet: LMCache has no series before its first event."""
     with contextlib.suppress(LookupError):
         return served.metric(name)
     return 0.0
@@ -346,7 +346,7 @@ def test_hits_with_all_else_that_changes_how_prompts_are_computed(tiers, tmp_pat
         "OPTION_SPECULATIVE_CONFIG": '{"method":"ngram","num_speculative_tokens":3,'
         '"prompt_lookup_max":4}',
         "OPTION_KV_CACHE_MEMORY_BYTES": "40M",
-        "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is cut up decides between near ties
+        "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is split decides between near ties
     }
     options = tiers("evicting", l1=0.04, **options)
     with serving(tmp_path / "log", **options) as served:

@@ -210,7 +210,7 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
             assert ping.status_code == 500
             assert ping.json()["status"] == "failed"
         except httpx.TransportError:
-            pass  # it has gone already
+            pass  # it has ended already
         assert whole.result().status_code == 500
         assert json.loads(stream.result().text.splitlines()[-1])["code"] == 500
     assert parallel.process.wait(STOP_S) == 1

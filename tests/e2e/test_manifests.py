@@ -127,7 +127,7 @@ def mounted(tmp_path_factory):
 
 
 NIGHTLY = ("vLLM's server as a module", "LMI's guide to endpoints")
-"""Every check reads how these start. Their servers have the options of the row before."""
+"""Every check reads these rows. Their servers, with the row before's options, start nightly."""
 
 
 def here(it: Any, mounted: str) -> Any:
@@ -185,7 +185,7 @@ def passed_on(words, folder):
 
 
 def listens(words, environ):
-    """The port that the container would have; the tests' own comes from OPTION_PORT."""
+    """The container's port; the tests' own port comes from OPTION_PORT."""
     called = arguments.called(words, environ)
     assert called is not None
     verb, words, environ = called

@@ -20,7 +20,7 @@ ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def small(tiny_options, tmp_path_factory):
-    """The tiny model with room for few."""
+    """The tiny model with room for few requests."""
     environ = tiny_options | {
         "OPTION_MAX_ROLLING_BATCH_SIZE": str(SEQUENCES),
         "SERVING_JOB_QUEUE_SIZE": str(QUEUE),

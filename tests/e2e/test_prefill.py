@@ -31,7 +31,7 @@ def prompt(name: str) -> str:
 
 
 def handed_over(routed: Served) -> float:
-    """How many prompts a router has had one server compute for another."""
+    """How many prompts one server has computed for another, by a router's count."""
     text = routed.client.get("/metrics").text
     ended = metrics.samples(text, "slipway_router_prefills_total")
     return sum(it.value for it in ended if it.labels["end"] == "handed_over")
@@ -138,7 +138,7 @@ def test_an_answer_is_that_of_one_server_and_its_prompt_is_not_computed_again(fl
     for path, headers in asked:
         before = fleet.handed_over()
         text, cached = ask(fleet.routed, prompt("equal"), path, **headers)
-        assert cached >= HIT  # loaded by the server that decodes, which has not seen it before
+        assert cached >= HIT  # the decoding server loads it, and has not seen it before
         assert fleet.handed_over() == before + 1
         assert ask(fleet.prefills, prompt("equal"), path, **headers)[0] == text
         texts.add(text)
@@ -168,7 +168,7 @@ def test_a_prompt_is_handed_over_behind_a_gateway(fleet):
 
 
 def test_prompts_that_others_computed_count_once(fleet):
-    """For whoever sends them: at the server that answers."""
+    """Their tokens count at the server that answers."""
     series = "slipway_tokens_total"
     before = [it.total(series) for it in (fleet.prefills, fleet.decodes)]
     ask(fleet.routed, prompt("counted"))

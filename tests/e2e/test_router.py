@@ -56,7 +56,7 @@ def started(folder, tiny_options):
 
 @pytest.fixture
 def routed(engines, tmp_path, request):
-    """A router with the strategy that the test asks for."""
+    """A router with the test's strategy."""
     strategy = getattr(request, "param", "kvaware")
     with routing(engines, tmp_path / "log", strategy) as it:
         yield it
@@ -236,14 +236,14 @@ def test_each_document_is_computed_on_one_replica(engines_with_memory, tmp_path,
     first, second = counts
     assert first > DOCUMENTS * 5 * CHUNK
     assert second < 0.1 * first
-    # By the names of HyperPod's documentation.
+    # Under the names in HyperPod's documentation.
     for it in engines:
         for name in ("lmcache:num_lookup_hits_total", "lmcache:num_hit_tokens_total"):
             until(lambda it=it, name=name: it.metric(name) >= 5 * CHUNK)
 
 
 def ask_for(routed: Served, strategy: str, n: int) -> tuple[str, int]:
-    """Ask about a document. The replica that answers, and how many tokens it had to compute."""
+    """Ask about a document. Returns the answering replica, and how many tokens it computed."""
     text = (
         f"{strategy}, document {n:02}: "
         + "The import statement is one of many that bind names. " * 116
@@ -388,7 +388,7 @@ def stream(n: int) -> tuple[str, dict[str, Any]]:
 
 
 def read(served: Served, n: int, begun: Callable[[], object]) -> tuple[str, int, list[int]]:
-    """A stream's text, how many names it has, and its counts of tokens."""
+    """A stream's text, its number of different ids, and its token counts."""
     path, body = stream(n)
     with served.client.stream("POST", path, json=body) as answer:
         lines = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SageMaker's life of an endpoint on the real engine, and SageMaker's contract, rule by rule."""
+"""The life of a SageMaker endpoint on the real engine, and SageMaker's contract, rule by rule."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ from tools.sagemaker_local.wire import Key
 
 @pytest.fixture
 def s3(tmp_path):
-    """A folder that stands for S3, with three adapters."""
+    """A folder that simulates S3, with three adapters."""
     make_adapters.make(tmp_path / "bucket")
     return tmp_path
 

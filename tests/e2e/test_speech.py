@@ -59,7 +59,7 @@ def test_what_is_heard_is_written_down(hearing):
     assert text(post(hearing, sound(hertz=3000))) != once
     answer = post(hearing, sound()).json()
     assert answer["usage"] == {"type": "duration", "seconds": 2}
-    assert text(post(hearing, sound(), language=None)) is not None  # it finds out which it is
+    assert text(post(hearing, sound(), language=None)) is not None  # the model detects the language
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ WEATHER = {"type": "function", "function": FUNCTION}
 ASKED = {
     "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
     "tools": [WEATHER],
-    # Greedily the tiny model would fill its tokens with the white space that JSON may have.
+    # With greedy sampling, the tiny model would only generate white space, which JSON allows.
     "max_tokens": 2000,
     "temperature": 1,
     "seed": 0,

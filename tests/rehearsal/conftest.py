@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(libraries: Path, gpus: Gpus | None) -> dict[str, str]:
-    """Variables of a process on a machine with these GPUs; None: without a driver."""
+    """Variables of a process on a machine with these GPUs; None for no driver."""
     assert PYTHON
     found = {
         "HOME": os.environ["HOME"],

@@ -33,7 +33,7 @@ class Running:
         self.may_start.set()
         self.start_error: Exception | None = None
         listener = socket.create_server(("127.0.0.1", 0))
-        # Asyncio does so only for sockets made with TCP's number; else each body waits for 40 ms.
+        # Asyncio sets it only on sockets made with TCP's number; without it each body waits 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = Server(listener, settings, self.start)

@@ -269,7 +269,7 @@ def test_kubernetes_finds_it_where_it_looks(monkeypatch, tmp_path):
     monkeypatch.setattr(redaction, "_values", None)
     redaction.hide({"A_TOKEN": "very-secret"})
     report(Exit(1, "serving", "it broke"))
-    assert not message.exists()  # no file is made where Kubernetes is not
+    assert not message.exists()  # no file is made without Kubernetes
     message.touch()
     report(Exit(1, "serving", "it broke on very-secret\n  twice"))
     line = json.loads(message.read_text())

@@ -230,7 +230,7 @@ def test_a_roles_argument_replaces_the_workers(tmp_path):
 
 
 def test_pods_whose_arguments_name_one_port_have_each_their_own(tmp_path):
-    """AWS's examples say `--host 0.0.0.0 --port 8000`."""
+    """AWS's examples set `--host 0.0.0.0 --port 8000`."""
     operator = Operator(manifest.endpoint(APART), model=str(tmp_path), port=0, folder=tmp_path)
     for pod in operator.pods:
         called = arguments.called(pod.program._command[1:], pod.program._environ)

@@ -294,7 +294,7 @@ def test_bytes_of_a_token(config, size):
         HYBRID | {"num_hidden_layers": [1, 2]},
         HYBRID | {"is_encoder_decoder": True},
         HYBRID | {"block_configs": [{"attention": {"no_op": True}}]},
-        DEEPSEEK_V3 | {"model_type": "minicpm3"},  # vLLM runs it without latent attention
+        DEEPSEEK_V3 | {"model_type": "minicpm3"},  # vLLM computes it without latent attention
         DEEPSEEK_V3 | {"qk_rope_head_dim": None},
     ],
 )
@@ -314,7 +314,7 @@ def test_kv_is_unknown_where_the_config_does_not_tell(config):
         (GEMMA3_4B, KvShape(heads=4, full=5 * 2048, windowed=29 * 2048, window=1024)),
         (QWEN_WINDOW, KvShape(heads=8, full=28 * 2048, windowed=8 * 2048, window=4096)),
         (QWEN3_8B | {"sliding_window": 4096}, KvShape(heads=8, full=36 * 2048)),
-        # A rule that is not read: the whole sequence is the most that could be kept.
+        # The plan cannot read this rule, and assumes the maximum, the whole sequence.
         (MISTRAL_V01 | {"sliding_window_pattern": "LLLG"}, KvShape(heads=8, full=65536)),
         (HYBRID | {"attention_chunk_size": 8192}, KvShape(heads=8, full=65536)),
         (
@@ -634,7 +634,7 @@ def test_no_header_takes_much(unit, begin, end):
     content = framed(f"{begin}{unit * (4_000_000 // len(unit))}{end}".encode())
     tracemalloc.start()
     begun = time.process_time()
-    with contextlib.suppress(ModelError):  # blanks are as good as none
+    with contextlib.suppress(ModelError):  # blanks count as an empty value
         look(model({}, weights=False, **{"model.safetensors": content}))
     took, (_, peak) = time.process_time() - begun, tracemalloc.get_traced_memory()
     tracemalloc.stop()

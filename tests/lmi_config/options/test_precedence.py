@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contradictions between the command line, the environment and files: the documentation's table."""
+"""Contradictions between command line, environment and files: the documentation's table."""
 
 import itertools
 import re

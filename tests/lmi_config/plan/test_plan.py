@@ -99,7 +99,7 @@ def test_the_whole_text():
 )
 def test_from_how_many_tokens_on_tiers_pay(gib, layers, heads, gpus, each, tokens):
     """Qwen2.5 1.5B, 7B and 72B on GPUs of 80 GB: LMI publishes a KV of 28, 56 and 320 KB a token,
-    and that offloading pays from some 2.6 million and 480,000 tokens on for the first and the last.
+    and says from how many tokens offloading pays: 2.6 million for the first, 480,000 for the last.
     """
     shape = KvShape(heads=heads, full=2 * heads * 128 * layers)
     facts = model(gib, layers=layers, kv=shape, max_length=32_768)

@@ -116,7 +116,7 @@ def test_tiers_that_are_asked_for_by_name_are_right_or_refused(kind, config, gpu
 
 
 def drafted(config, method="eagle", **more):
-    """A draft of the same family, as its files would be looked at."""
+    """The facts of a draft of the same family."""
     own = config | {"num_hidden_layers": 1} | more
     files = {"config.json": encoded(own), "model.safetensors": safetensors({})}
     found = drafts.look(Memory(files))
@@ -285,7 +285,7 @@ def test_the_price_of_keeping_all_tokens_is_told():
     assert "a request of 131,072 tokens takes 62.0 GiB of the engine's KV cache" in told
     assert "18.0 GiB without KV cache tiers" in told
     assert f"{HYBRID} = True" in explain.as_text(found)
-    assert found.settings.engine[HYBRID] is True  # so what the engine's cache holds counts it
+    assert found.settings.engine[HYBRID] is True  # so it counts in the size of the engine's cache
     (_, _, origin) = next(row for row in explain.options(found) if row[0] == HYBRID)
     assert origin == "derived"
 
@@ -376,7 +376,7 @@ def test_a_connector_of_lmcaches_own_is_no_way_round(connector):
             planned(config, environ=connector, variables=variables)
 
 
-FEW = {"num_key_value_heads": 2}  # so that ranks are left to share a context
+FEW = {"num_key_value_heads": 2}  # so that some ranks can share a context
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys' limits: in memory and in Valkey, through a server and by themselves."""
+"""Keys' limits: in memory and in Valkey, through a server and directly."""
 
 import asyncio
 import contextlib
@@ -268,7 +268,7 @@ async def test_whatever_a_store_answers_limits_hold(monkeypatch, reply):
     who = caller("hostile", 4, 100, 2)
     for _ in range(3):
         counts = await asyncio.wait_for(let_in(limiter, who, 20), 10)
-        assert counts[0] <= 4 or reply.startswith(b":-")  # that one is a count
+        assert counts[0] <= 4 or reply.startswith(b":-")  # that reply is a count
         for refused in counts[1]:
             assert 1 <= refused.retry_after <= 60
     limiter.charge(who, 50)
@@ -315,7 +315,7 @@ async def test_a_server_counts_what_keys_use(tmp_path, caplog):
         labels = {"tenant": "counted-a", "adapter": ""}
         assert total(**labels, direction="output", cached="false") - before == 9
         assert total(**labels, direction="input", cached="true") == 3
-        # A stream that is broken off counts up to there.
+        # A stream that breaks off counts the tokens until then.
         stream = {"prompt": "wait for it now", "stream": True}
         it.engine.gate.clear()
         async with it.client.stream(

@@ -57,7 +57,7 @@ async def test_a_model_has_lmis_spelling_in_paths():
             assert described["workflowName"] == name
             answer = await it.post(f"/predictions/{name}", {"inputs": "a b"})
             assert answer.json() == {"generated_text": "b a"}
-        # A body says it as the engine does.
+        # A body names it as the engine does.
         for name, status in (("Qwen/Qwen3-0.6B", 200), ("Qwen_Qwen3_0_6B", 404)):
             answer = await it.post("/v1/completions", {"prompt": "a b", "model": name})
             assert answer.status_code == status

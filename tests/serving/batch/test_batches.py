@@ -288,7 +288,7 @@ async def test_interactive_requests_go_first_and_have_room(served):
 
 async def test_lines_wait_in_the_background(tmp_path):
     async with batching(tmp_path, batch_concurrency=20) as it:
-        it.engine.concurrency = 1  # and with one ahead it is full
+        it.engine.concurrency = 1  # and one request queued ahead fills it
         first = [asyncio.create_task(it.post(COMPLETIONS, {"prompt": "step"})) for _ in range(2)]
         while it.engine.running < 2:
             await asyncio.sleep(0.01)

@@ -260,7 +260,7 @@ def test_the_last_marks_of_many_count():
     assert found.marked == 300
 
 
-# Through the door
+# Through HTTP
 
 PROMPTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a b"},

@@ -111,7 +111,7 @@ def test_only_requests_of_clients_have_lines_and_each_has_one(container):
 
     until(own, 10)
     models = {it["request_id"] for it in served() if it["path"] == "/v1/models"}
-    assert models <= {*OURS.values()}  # and none that the router has asked
+    assert models <= {*OURS.values()}  # and not those of the router's probes
     (line,) = own()
     assert line["copy"] in (0, 1)
 

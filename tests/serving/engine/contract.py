@@ -66,7 +66,7 @@ class Sink:
         self._keeps_up = keeps_up
         self._at = at
         self.inside = 0
-        """Calls that wait."""
+        """The number of calls that wait."""
 
     def note(self, name: str) -> Any:
         self.notes.append(name)
@@ -225,7 +225,7 @@ async def a_call_ends_wherever_it_is_cancelled(subject: Subject) -> None:
             assert len(sink.notes) <= place + 10  # events that were still in flight
             assert usage.tokens.generated < LONG
             await until_async(subject.is_idle)
-            await asyncio.sleep(0)  # no interruption is left over
+            await asyncio.sleep(0)  # no interruption remains
 
 
 async def a_call_ends_while_the_engine_works(subject: Subject) -> None:

@@ -31,9 +31,9 @@ candidates = st.dictionaries(st.integers(0, 30), st.floats(-30, 0), min_size=1, 
     [
         (LIKELY, False),
         ({1: -0.2, 2: -2.9, 3: -5.4}, False),
-        ({1: -0.9, 2: -0.8, 3: -5.0}, True),  # another on top, and by 2.2
+        ({1: -0.9, 2: -0.8, 3: -5.0}, True),  # another token is first, by 2.2
         ({1: -0.5, 2: -0.4, 3: -5.0}, True),
-        ({1: -0.1, 2: -5.1, 3: -5.0}, True),  # any, by 2.1
+        ({1: -0.1, 2: -5.1, 3: -5.0}, True),  # any token, by 2.1
         ({1: -0.1, 2: -4.9, 3: -5.0}, False),
         ({1: -0.1, 2: -3.0, 9: -2.5}, True),  # 9 had at most -5.0
         ({1: -0.1, 2: -3.0, 9: -4.9}, False),

@@ -24,7 +24,7 @@ NULL = 0
         ([[0, 0, 7, 8]], ([0, 0, 7, 8],), (64, [[7, 8]])),
         ([[0, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # a chunk of two blocks, null in part
         ([[5, 6, 0, 8]], ([5, 6, 0, 8],), None),
-        ([[5, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # it has left since
+        ([[5, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # it has left the window since
         ([[5, 6, 7, 8]], ([5, 9, 7, 8],), (64, [[7, 8]])),
         ([[5, 6, 7, 8]], ([5, 6, 7],), None),
         ([[5, 6, 7]], ([5, 6, 7, 8],), None),
@@ -77,7 +77,7 @@ KINDS = {
 @pytest.mark.parametrize("budget", [4096, 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_a_prompts_own_kv_is_stored_and_loaded(server, kind, budget):
-    """Known prompts grow, branch and come again, while the tiers or the engine forget them."""
+    """Known prompts grow, branch and repeat, while the tiers or the engine forget them."""
     layers, gpu_way = KINDS[kind]
     engine = Painted(server.port, layers, gpu_way, budget=budget)
     chance = random.Random(budget)

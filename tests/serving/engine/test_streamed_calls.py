@@ -277,7 +277,7 @@ def streamed(tools: str | None, reasoning: str | None, words: Any, text: str, si
     arguments: dict[int, str] = {}
     for start in range(0, len(tokens), size):
         seen = words.decode(tokens[: start + size], skip_special_tokens=request.skip_special_tokens)
-        seen = seen.rstrip("\ufffd")  # half of a letter waits, as in vLLM's detokenizer
+        seen = seen.rstrip("\ufffd")  # half of a character waits, as in vLLM's detokenizer
         delta = parser.parse_delta(
             seen[len(sent) :],
             tokens[start : start + size],
@@ -312,7 +312,7 @@ def test_every_parser_is_tried():
 @pytest.mark.parametrize("name", TOOLS)
 @pytest.mark.parametrize("size", [0, *CHUNKS])
 def test_calls_of_tools(name, count, size):
-    """size: tokens of an event, or 0 where the answer is whole."""
+    """size: tokens of an event, or 0 for a whole answer."""
     form = TOOLS[name]
     if (count > 1 and not form.several) or (size and name in chat.STREAMED_BADLY):
         return

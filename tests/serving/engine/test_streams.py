@@ -160,7 +160,7 @@ async def test_tokens_of_a_client_that_does_not_keep_up_are_joined(client):
     await client.feed("c", "d")
     assert client.got == ["-", "a"]
     client.keeps_up = True
-    await client.feed("e")  # its task has not gone on yet
+    await client.feed("e")  # its task has not run yet
     assert client.got == ["-", "a"]
     client.read.set()
     await client.feed()

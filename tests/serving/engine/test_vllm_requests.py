@@ -169,7 +169,7 @@ FIELDS = {
     "ScoreMultiModalParam": {"content"},
     "AudioURL": {"url"},
     "VideoURL": {"url"},
-    "PILImage": {"image_pil"},  # no JSON makes one
+    "PILImage": {"image_pil"},  # JSON cannot express it
     "CustomThinkCompletionContentParam": {"thinking", "closed", "type"},
     "CustomChatCompletionContentToolReferenceParam": {"name", "type"},
     "ChatCompletionContentPartPromptEmbedsParam": {"data", "type"},

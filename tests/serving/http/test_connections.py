@@ -155,7 +155,7 @@ async def test_a_head_without_end_is_431(shared, beginning, more):
 
 
 async def test_a_head_that_is_whole_has_the_same_limit(shared):
-    """Also where it comes in one packet."""
+    """Even if it comes in one packet."""
     for size, status in ((MAX_HEAD - 500, 200), (MAX_HEAD, 431)):
         answer = await shared.invoke({"inputs": "a"}, headers={"x-long": "a" * size})
         assert answer.status_code == status
@@ -286,7 +286,7 @@ async def test_head_is_answered_where_get_is(shared):
     ids=["answer", "ping", "head", "stream", "last", "refused"],
 )
 async def test_a_head_is_written_with_what_follows_it(shared, monkeypatch, request_):
-    """Two writes take the kernel twice the time of one."""
+    """The kernel takes twice as long for two writes."""
     written: list[bytes] = []
 
     class Kept:

@@ -398,7 +398,7 @@ async def test_what_cannot_be_used_changes_nothing(files, folders, tmp_path, cap
 async def test_a_certificate_that_is_about_to_expire(files, folders, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(tls_module, "CHECK_S", 0.01)
     start = datetime.now(UTC)
-    clock = [start - timedelta(days=18)]  # it is valid for two more than that
+    clock = [start - timedelta(days=18)]  # it is valid until two days after start
     tls = ServerTls(Settings(**files), now=lambda: clock[0])
     following = asyncio.create_task(tls.follow())
     warned = []

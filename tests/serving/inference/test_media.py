@@ -215,7 +215,7 @@ async def refused(request, allowed=("media.test",), limit=10_000):
         body([{"type": "image_url", "image_url": {"url": ""}}]),
         body([{"type": "image_url", "image_url": None, "uuid": None}]),
         body("x", tools=[{"function": {"name": "f", "parameters": {"image_url": "http://a/"}}}]),
-        body("Gr\u00fc\u00dfe"),  # json.dumps escapes them, and they are no letters of a key
+        body("Gr\u00fc\u00dfe"),  # json.dumps escapes these, and keys do not contain them
         body("x", mm_processor_kwargs={"size": {"shortest_edge": 10}, "device": "cuda:0"}),
     ],
 )
@@ -882,7 +882,7 @@ async def test_usual_pictures_pass(shared_by_all, kind):
 
 
 async def test_a_large_photograph_and_many_frames_pass(shared_by_all):
-    photo = drawn("JPEG", 64) + bytes(20 << 20)  # JPEGs may have anything after their end
+    photo = drawn("JPEG", 64) + bytes(20 << 20)  # a JPEG may have any bytes after its end
     await given(shared_by_all, [picture(photo, "image/jpeg")])
     frame = picture(drawn("JPEG", 256), "image/jpeg")
     await given(shared_by_all, [frame] * 200)

@@ -231,7 +231,7 @@ async def test_the_expected_wait():
         queue.join("a", within=1)  # no duration is known yet
     now = 10.0
     queue.leave(first[0])
-    # Requests take 10 s, two at a time: 5 s for each before, two of lane a, and itself.
+    # Requests take 10 s, two at a time: 5 s each for two of lane a, and for itself.
     assert queue.waiting == 2
     with pytest.raises(Overloaded, match="about 15 s, and OPTION_PREDICT_TIMEOUT leaves it 14 s"):
         queue.join("a", within=14)

@@ -398,7 +398,7 @@ async def test_a_handler_and_the_engine_have_one_deadline(tmp_path):
         await held.entered()
         second = ask(served, {"prompt": "wait"}, "/v1/completions")
         await until_async(lambda: served.engine.running == 1)
-        await asyncio.sleep(0.5)  # which the first one's deadline does not get back
+        await asyncio.sleep(0.5)  # the first one's deadline does not free it
         held.go()
         done, _ = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         assert first in done

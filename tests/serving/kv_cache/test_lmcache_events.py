@@ -104,7 +104,7 @@ def test_chunks_of_tenants_and_adapters_are_not_reported(server):
     store(server, salt="tenant")
     assert reported(server) == []
     store(server)
-    # Nor as if they were what all share.
+    # They do not count as shared by all.
     store(server, salt="tenant")
     changed(server, EventType.L1_KEYS_EVICTED, "tenant")
     assert reported(server) == STORED

@@ -1072,7 +1072,7 @@ async def test_random_lives(served, root, seed):
     async def live():
         for _ in range(40):
             name = chance.choice("abcd")
-            patience = chance.choice((None, 0.05))  # of one who leaves
+            patience = chance.choice((None, 0.05))  # of a client that leaves
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience):
                     answer = await act(name, str(chance.choice(folders[name])))
@@ -1123,7 +1123,7 @@ def test_servers_that_share_a_folder_keep_each_others_adapters(tmp_path):
     first = AdapterFiles((tmp_path,), (), store, 1_000_000)
     copy = first.fetch(first.locate(one))
     second = AdapterFiles((tmp_path,), (), store, 1_000_000)
-    with pytest.raises(NoSlot):  # what the first one uses counts
+    with pytest.raises(NoSlot):  # the first one's files count
         second.fetch(second.locate(two))
     assert (copy.folder / "model.py").read_text() == "# one"
     with pytest.raises(NoSlot):

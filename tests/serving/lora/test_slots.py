@@ -82,7 +82,7 @@ async def test_a_slot_is_kept_for_a_time_only_while_others_wait(batch):
     await batch.come("a")
     assert batch.inside == [*"aba"]
     await batch.come("c")
-    await batch.come("a")  # c has only just come
+    await batch.come("a")  # c has only just arrived
     assert batch.inside == [*"abaa"]
     batch.now += QUANTUM_S
     await batch.come("a")
@@ -189,7 +189,7 @@ async def test_its_deadline_and_its_client_end_a_wait(monkeypatch, tmp_path):
         adapters = served.pipeline.adapters = registry(engine, root, slots=(1, 1))
         for number, name in enumerate(("one", "two")):
             await register(served, name, write(root / name, number))
-        stream = {"inputs": "wait a", "stream": True, "adapters": "one"}  # which has more time
+        stream = {"inputs": "wait a", "stream": True, "adapters": "one"}  # this one has more time
         held = asyncio.create_task(served.invoke(stream))
         await until_async(lambda: engine.running == 1)
         assert (await served.invoke({"inputs": "a", "adapters": "two"})).status_code == 504

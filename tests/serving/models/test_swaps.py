@@ -45,7 +45,7 @@ def test_the_least_recently_used_makes_room_and_no_more_than_needed():
     small = up("small", 1, used=NOW - 90)
     assert decided(waits("a", 7), old, new) == (Step("old", Act.STOP),)
     assert decided(waits("a", 9), old, new) == (Step("old", Act.STOP), Step("new", Act.STOP))
-    # The oldest alone would not be enough, and the next one makes it needless.
+    # The oldest one alone would not free enough, and the next one alone does.
     assert decided(waits("a", 6), old, new, small) == (Step("old", Act.STOP),)
 
 
@@ -281,7 +281,7 @@ def test_alternating_load_swaps_no_more_often_than_the_rules_allow():
     assert len(waited) == 600
     assert all(up_for >= 20 for _, _, up_for in stops)
     assert len(stops) <= 600 / (20 + 20 + STOP_S) + 1
-    bound = 2 * 20 + 20 + 20 + 2 * STOP_S + 20  # to be overdue, to stop, to start, and its minimum
+    bound = 2 * 20 + 20 + 20 + 2 * STOP_S + 20  # overdue, stop, start, and its minimum
     assert max(seconds for _, seconds in waited) <= bound
 
 

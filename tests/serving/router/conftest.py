@@ -29,7 +29,7 @@ class Asked(NamedTuple):
     target: str
     headers: dict[str, str]
     body: bytes
-    called: str = ""  # the name for which the replica's identities are signed
+    called: str = ""  # the name in the replica's signed identities
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -200,7 +200,7 @@ class Routed:
     ) -> None:
         self.fleet = fleet
         listener = socket.create_server(("127.0.0.1", 0))
-        # Asyncio does so only for sockets made with TCP's number; else each body waits for 40 ms.
+        # Asyncio sets it only on sockets made with TCP's number; without it each body waits 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -457,7 +457,7 @@ async def test_an_idle_connection_that_the_replica_has_closed_is_no_failure():
     async def answer(replica, asked, writer):
         writer.write(whole(200, b"once"))
         await writer.drain()
-        # Closed just as the next request comes.
+        # The connection is closed just as the next request comes.
         asyncio.get_running_loop().call_later(0.001, writer.transport.abort)
 
     async with routing(1) as it:
@@ -506,7 +506,7 @@ async def test_time_outs_open_no_breaker():
 async def test_a_replica_whose_answers_make_no_sense_is_looked_at_again(caplog):
     async with routing(2, wait=False) as it:
         odd, other = it.fleet
-        odd.blocks = "9" * 5_000  # Python reads no such number
+        odd.blocks = "9" * 5_000  # Python cannot read such a number
         await it.ready(1)
         await until_async(lambda: "looking at it failed" in caplog.text)
         rows = (await it.client.get("/replicas")).json()["replicas"]
@@ -722,7 +722,7 @@ async def test_a_head_has_to_be_whole_in_time(monkeypatch):
         found = await dripped(it, POST + b"x: ", b"a", 0.05)
         assert found.startswith(b"HTTP/1.1 408 ")
         assert b"head was not whole" in found
-        # The time that an answer takes is not the next head's.
+        # The time of an answer does not count for the next head.
         slow = posted(b'"Hi"')
 
         async def answer(replica, asked, writer):
@@ -748,7 +748,7 @@ async def test_a_body_has_a_least_rate(monkeypatch, buffer):
         found = await dripped(it, head, b"a", 0.05)
         assert found.startswith(b"HTTP/1.1 408 ")
         assert b"less than 8192 bytes a second" in found
-        # Slow uploads that are faster than that are not ended, however long they take.
+        # Uploads above this rate are not ended, however long they take.
         reader, writer = await it.raw(POST + b"content-length: 51200\r\n\r\n")
         for _ in range(25):
             writer.write(b"a" * 2048)
@@ -900,7 +900,7 @@ async def test_stopping_waits_for_what_is_under_way():
         await it.task
 
 
-# Who answers
+# The answering replica
 
 
 async def test_adapters_go_where_they_are():

@@ -51,7 +51,7 @@ def started(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "environ", "alone"),
     [
-        ("public/globals_and_load", {}, True),  # it is no `async def`
+        ("public/globals_and_load", {}, True),  # it is not an `async def`
         ("public/own_engine", {}, True),  # it answers the initialising call
         ("public/guard", {}, False),
         ("public/guard", {"OPTION_ENTRYPOINT": "model.py"}, True),

@@ -31,7 +31,7 @@ SERVING = Path(__file__).parents[3] / "serving"
 READING = "OpenAI.answer"
 """The place that awaits the body. No stop waits for bytes that a client has not sent."""
 STOPPING = "the server is stopping"
-HELD_S = 0.3  # the time after which a request has reached the place where it is held
+HELD_S = 0.3  # by then, a request has reached the place that holds it
 PATIENCE_S = 60.0
 BESIDE = 2  # the engine's requests in flight when it does one thing at a time
 CODE = """
@@ -273,7 +273,7 @@ def is_refusal(it: World, answer: httpx.Response) -> bool:
     """Whether an answer reports, in the shape of its API, that the server is stopping."""
     if STOPPING not in answer.text:
         return False
-    if answer.status_code == 200:  # it had begun: in the stream, or on a line
+    if answer.status_code == 200:  # the answer had begun: within the stream, or on a line
         return answer.text.rstrip().endswith(("}", "[DONE]"))
     told = answer.json()
     if it.path.startswith("/v1/"):

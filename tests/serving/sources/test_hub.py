@@ -185,7 +185,7 @@ INDEXED = {
         ("config.json", False),
         ("model-2.safetensors", True),
         ("model-2.safetensors", False),
-        ("tokenizer.json", True),  # nothing else says that there should be one
+        ("tokenizer.json", True),  # no other file shows that there should be one
     ],
 )
 def test_a_copy_that_is_not_whole_does_not_do(hub, environ, tmp_path, lost, listed):

@@ -71,7 +71,7 @@ async def test_the_page_needs_no_key_and_what_it_shows_an_admin_key():
                 answer = await it.client.get("/ui/status", headers=headers)
                 assert answer.status_code == status
             assert (await it.client.post("/ui/status", headers=bearer(ADMIN))).status_code == 405
-            for path in ("/ui", "/ui/status"):  # of another name for this machine
+            for path in ("/ui", "/ui/status"):  # from another name of this machine
                 answer = await it.client.get(path, headers={"host": "evil.example"})
                 assert answer.status_code == 403
 
@@ -88,7 +88,7 @@ async def test_the_status_says_what_the_start_is_at_and_whose_requests_are_there
         it.may_start.clear()
         await it.client.get("/ping")
         status = (await it.client.get("/ui/status", headers=bearer(KEY))).status_code
-        assert status == 403  # with keys nobody administers by a client's
+        assert status == 403  # with keys, a client's key gives no administration
         it.may_start.set()
     async with running(wait=False) as it:
         it.may_start.clear()

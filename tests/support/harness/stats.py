@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of rounds of load, which are compared pair by pair."""
+"""Figures of rounds of load, compared pair by pair."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 
 class Measured(Protocol):
-    """One round. rate: of requests or tokens in a second; cpu: seconds for each."""
+    """One round. rate: requests or tokens per second. cpu: seconds for each of them."""
 
     @property
     def rate(self) -> float: ...

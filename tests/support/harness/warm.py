@@ -192,11 +192,11 @@ def run_elsewhere(address: str, programs: Sequence[Sequence[str]]) -> None:
 
     for number in FORWARDED:
         signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # entrypoint.sh blocks some
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # entrypoint.sh blocks some of them
     setproctitle.setproctitle(f"warm python: stands for {forked.pid}")
     code = forked.wait()
     if code < 0:
-        with contextlib.suppress(OSError):  # as of SIGKILL, which has no handler
+        with contextlib.suppress(OSError):  # also for SIGKILL, which has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
@@ -211,7 +211,7 @@ class _Request(NamedTuple):
 
 class _Child(NamedTuple):
     pid: int
-    ended: int  # a file that can be read when it has
+    ended: int  # becomes readable at its end
     asked_by: socket.socket
 
 
@@ -222,7 +222,7 @@ def main(prepared: str, address: str, parent: int) -> None:
     end_with_parent(signal.SIGKILL, parent)
     module = importlib.import_module(prepared)
     gc.collect()
-    gc.freeze()  # no collection touches, and so copies, what all have in common
+    gc.freeze()  # no collection touches shared pages, which would copy them
     request = _fork_for_each(_listening(address))
     # The programs that this process starts are forked from its present state, not from a later one.
     ours, inner = os.getpid(), f"{address}-{os.getpid()}"

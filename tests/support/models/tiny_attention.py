@@ -19,7 +19,7 @@ from tests.support.models.tiny import make as make_full
 VERSION = 5  # change the number when the models change
 POSITIONS = 8192
 WINDOW = 64
-"""Tokens that a layer with a window sees."""
+"""The tokens within the window of a layer."""
 LAYERS = 4
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -149,7 +149,7 @@ def _attend_to_what_is_far(model: Any) -> None:
     """Give attention more weight beside the last token, and make the scores of tokens differ."""
     gemma = model.config.model_type.startswith("gemma")
     factors: dict[str, float] = {"q_proj": 2, "v_proj": 3, "kv_b_proj": 3, "o_proj": 3}
-    if gemma:  # it normalises what those scale
+    if gemma:  # it would normalise the scaled values
         factors = {"embed_tokens": 0.1}
     for name, weight in model.named_parameters():
         part = name.split(".")[-2]

@@ -89,7 +89,7 @@ def test_trials_go_one_at_a_time_and_a_client_that_leaves_one_says_nothing():
     assert bad.begin(FIRST_S)
     assert not bad.allows(FIRST_S)
     assert bad.begin(FIRST_S) is False
-    bad.answered(200, FIRST_S)  # of one that was there before
+    bad.answered(200, FIRST_S)  # a request from before
     assert bad.ejected
     bad.abandoned(FIRST_S)
     assert not bad.allows(FIRST_S + 1)
@@ -174,7 +174,7 @@ def test_what_stands_still_is_ejected_while_others_answer():
         stuck.moved(0.0)
         other.moved(100.0 if others else 0.0)
         stuck.look(still, standing, still)
-        assert not stuck.ejected  # it is not longer
+        assert not stuck.ejected  # not longer than usual
         stuck.look(100.0, standing, still)
         assert stuck.ejected is expected
     stuck.moved(101.0)

@@ -38,7 +38,7 @@ async def test_a_replica_that_answers_is_not_asked_whether_it_can(monkeypatch):
         # Now and then it is probed all the same.
         replica.answered_at = now + health.LISTED * 60
         assert probe._is_due(now + health.LISTED * 60, 60)
-        # An answer that it is busy, or an error, shows nothing.
+        # A busy answer, or an error, shows nothing about its health.
         replica.answered_at = now - 61
         it.fleet[0].answer = sends(whole(503, b"busy"))
         await it.post({"prompt": "Hi"})

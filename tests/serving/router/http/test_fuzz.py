@@ -312,7 +312,7 @@ class World(Routed):
     def __init__(self, runner: asyncio.Runner, patched: pytest.MonkeyPatch) -> None:
         self.runner = runner
         self.patched = patched
-        self.replica = Replica()  # both are one
+        self.replica = Replica()  # this one is both
         self.faults: list[dict[str, Any]] = []
 
     def patience(self, seconds: float) -> None:
@@ -377,7 +377,7 @@ class World(Routed):
                     return found
                 found.append(got)
                 rest = parser.trailing_data[0]
-            with contextlib.suppress(ConnectionError):  # where it is still sending
+            with contextlib.suppress(ConnectionError):  # if it is still sending
                 assert not rest + await reader.read(), found
             return found
         finally:

@@ -408,7 +408,7 @@ async def test_a_flood_of_hostile_messages_leaves_the_loop_to_others(frames, pla
             task.cancel()
         _, ended = await asyncio.gather(hostile, follower, return_exceptions=True)
     assert sent
-    assert longest < 5  # without a pause there is no turn at all
+    assert longest < 5  # without pauses, no other task would run
     if isinstance(ended, ExceptionGroup):
         assert ended.split(SourcesRefused)[1] is None
     else:

@@ -161,7 +161,7 @@ def test_blocks_and_chunks_are_looked_up_by_their_sizes():
     assert found.sizes == {SIZE, CHUNK}
     assert (found.in_engine("a", BOTH, 0), found.in_memory("a", BOTH)) == (12, 18)
     assert found.held("a") == (12, 18)
-    # Another replica's are of other sizes.
+    # Another replica has other sizes.
     found.apply("b", 0, BlockStored([1], None, LONG[:9], 9))
     found.apply("b", 0, BlockStored([1], None, LONG[:16], 16, "CPU"))
     assert found.sizes == {SIZE, CHUNK, 9, 16}
@@ -242,7 +242,7 @@ def test_who_has_most_of_a_prompt_is_found_without_looking_at_all():
     assert len(found._engines.holders) == 3  # a block is there once
     found.forget("r7")
     assert next(found.holders({SIZE: KEYS})) == {"r9"}
-    # A new engine gets the place of one that is gone, and none of its blocks.
+    # A new engine takes the slot of one that is gone, without its blocks.
     found.apply("new", 0, stored([1, 2, 3, 4], [5]))
     assert found.in_engine("new", {SIZE: KEYS}, 0) == 0
     for n in range(40):

@@ -66,7 +66,7 @@ def test_idle_replicas_share_what_is_new():
         ({"has": (0, 0, 0), "not": (0, 0, 0)}, "has"),
         ({"has": (0, 1_700, 0), "not": (0, 0, 0)}, "has"),
         ({"has": (58, 0, 0), "not": (0, 0, 0)}, "has"),
-        # ... and no more: a queue can be longer than that.
+        # ... but not more: a queue can be longer.
         ({"has": (0, 2_100, 0), "not": (0, 0, 0)}, "not"),
         ({"has": (70, 0, 0), "not": (0, 0, 0)}, "not"),
         ({"has": (70, 0, 0), "not": (0, 900, 0)}, "has"),
@@ -90,7 +90,7 @@ def test_a_prompt_that_all_share_pins_nobody():
         asked = RoutingRequest(tokens=400, chain=chain(b"system" * 100 + b"%09d" % n * 120, ""))
         choice = policy.choose(asked, replicas, n)
         policy.learn(asked, choice.replica.name, n)
-        choice.replica.in_flight += 1  # and none of them ends
+        choice.replica.in_flight += 1  # none of them ends
         chosen[choice.replica.name] += 1
     assert max(chosen.values()) < 110
 
@@ -136,7 +136,7 @@ def test_routers_that_do_not_talk_load_an_adapter_on_the_same_replica():
         (name,) = {it.choose(asked, idle(3), 1).replica.name for it in (one, other)}
         chosen[name] += 1
         home = {"r0": (0, 0), "r1": (0, 0), "r2": (0, 0), name: (AWAY // PER_REQUEST + 11, 0)}
-        assert one.choose(asked, fleet(**home), 1).replica.name != name  # which has more to do
+        assert one.choose(asked, fleet(**home), 1).replica.name != name  # this one has more work
     assert 70 < min(chosen.values()) <= max(chosen.values()) < 130
 
 
@@ -428,7 +428,7 @@ def test_a_document_goes_where_it_is_cheapest():
     index.resize("s", Capacity(engine=1_280, store="one"))
     first, *_ = documents(index, 5)
     asked = RoutingRequest(tokens=1_280, chain=first)
-    # In memory at r, in the shared store for both.
+    # It is in r's memory, and in the store that both share.
     r, s = Load("r"), Load("s")
     choice = policy.choose(asked, [s, r], 9)
     assert (choice.replica, choice.held) == (r, (0, 1_280, 0, 0))

@@ -39,7 +39,7 @@ class Engine:
     def __init__(self) -> None:
         self.fails_after: list[int] = []  # events before the failure, for each request in turn
         self.failure: bytes = b""  # sent at the failure; b"" aborts the connection
-        self.pieces = [PIECES]  # for each request in turn; the last one for all further ones
+        self.pieces = [PIECES]  # for each request in turn; the last one also for all later requests
         self.size = 1  # tokens of an event
         self.field = "content"
         self.has_ids = True
