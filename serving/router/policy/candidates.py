@@ -7,6 +7,7 @@ All that is asked of a fleet with a thousand replicas costs about as much as in 
 import copy
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, nlargest
@@ -41,6 +42,7 @@ class Board:
         self._heap: list[tuple[int, int, Load]] = []
         self._lighter: dict[Load, None] = {}
         self._guesses: list[tuple[float, int, Load]] = []
+        self._due: dict[Load, float] = {}  # the one entry of _guesses that counts
         for load in loads:
             load.board = self
             self._list(load)
@@ -53,14 +55,21 @@ class Board:
 
     def guess(self, load: Load, at: float) -> None:
         """The replica will have less to do at this time."""
-        heappush(self._guesses, (at, next(self._turns), load))
+        if at < self._due.get(load, math.inf):
+            self._due[load] = at
+            heappush(self._guesses, (at, next(self._turns), load))
 
     def least(self, count: int, among: "Candidates[L]", now: float) -> list[Load]:
         """So many of the candidates with the least load, or fewer: those that had no turn for
         longest of those with about the same load.
         """
         while self._guesses and self._guesses[0][0] <= now:
-            heappop(self._guesses)[2].settle(now)
+            at, _, load = heappop(self._guesses)
+            if self._due.get(load) == at:
+                del self._due[load]
+                load.settle(now)
+                if (following := load.settles_at) is not None:
+                    self.guess(load, following)
         for load in self._lighter:
             if load in self._listed and _rank(load) < self._listed[load][0]:
                 self._list(load)
