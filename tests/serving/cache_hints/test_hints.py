@@ -260,7 +260,7 @@ def test_the_last_marks_of_many_count():
     assert found.marked == 300
 
 
-# Through the door
+# Through HTTP
 
 PROMPTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a b"},
@@ -286,7 +286,7 @@ def counted(field: str, taken: str) -> float:
 
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_no_hint_changes_an_answer(door, path):
-    """The engine gets none by a key that a later vLLM could obey."""
+    """The engine does not get a hint under a key that a later vLLM could obey."""
 
     def text(answer):
         found = answer.json()

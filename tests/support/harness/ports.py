@@ -9,10 +9,11 @@ import socket
 
 
 def _first() -> int:
-    """Somewhere below the ports of outgoing connections, so that none takes a port before it is
-    used, or while its program is down; of its own for each process of one run of the tests.
+    """The first port of this process. It is below the ports of outgoing connections, so that none
+    of these takes a port before its program uses it, or while the program is down. Each process of
+    one test run has a separate range.
     """
-    run = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # None: as chance has it
+    run = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # None: a random seed
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     return 15_000 + (run.randrange(15_000) + 1_500 * worker) % 15_000
 
@@ -21,7 +22,7 @@ _CANDIDATES = itertools.count(_first())
 
 
 def free(count: int = 1) -> int:
-    """The first of so many in a row. None is returned twice."""
+    """The first of `count` free ports in a row. No port is returned twice."""
     while True:
         found = list(itertools.islice(_CANDIDATES, count))
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
