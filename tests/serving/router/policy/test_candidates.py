@@ -2,8 +2,11 @@
 """Large fleets: the few replicas that are measured, and that no choice is much worse for it."""
 
 import random
+from typing import NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serving.router.policy.candidates import EXACT, LOOKED_AT, TOP, Board, Candidates, Homes
 from serving.router.policy.policies import (
@@ -122,6 +125,65 @@ def test_the_board_does_not_grow():
         board.least(2, all_of_them, n)
     assert len(board._heap) <= 3 * 50 + 2 * LOOKED_AT
     assert not board._lighter
+
+
+class Looked(Load):
+    """Counts how often it is looked at for room."""
+
+    looks = 0
+
+    @property
+    def room(self):
+        Looked.looks += 1
+        return super().room
+
+
+class Step(NamedTuple):
+    """What happens to one replica: its number, and the name of a method of Fleet."""
+
+    number: int
+    what: str
+
+
+STEPS = st.builds(Step, st.integers(0, 11), st.sampled_from(["begin", "end", "refuse", "accept"]))
+
+
+@given(st.lists(STEPS, max_size=60), st.integers(1, 5), st.integers(6, 12))
+def test_room_is_known_without_a_look_at_all(steps, requests, few):
+    """As by a look at all, whatever happens, for all of a fleet and for some of it."""
+    loads = [Load(f"r{n}", slots=1 + n % 2) for n in range(12)]
+    works = {it: [] for it in loads}
+    board = Board(loads)
+    kinds = [Candidates(some, board=board) for some in (loads, loads[few:])]
+    for number, what in steps:
+        load = loads[number]
+        match what:
+            case "begin":
+                works[load].append(load.begin(10, NOTHING, True, 0))
+            case "end" if works[load]:
+                load.end(works[load].pop())
+            case "refuse":
+                load.refuse(True)
+            case "accept":
+                load.refuse(False)
+        for candidates in kinds:
+            room = sum(it.room for it in candidates)
+            assert candidates.has_room(requests) == (room >= requests)
+
+
+def test_room_in_a_full_fleet_is_looked_for_where_something_has_ended():
+    loads = [Looked(f"r{n}", slots=2) for n in range(200)]
+    candidates = Candidates(loads, board=Board(loads))
+    works = [(it, it.begin(10, NOTHING, True, 0)) for it in loads for _ in range(2)]
+    assert not candidates.has_room(1)
+    random.Random(0).shuffle(works)
+    Looked.looks = 0
+    for load, work in works:
+        load.end(work)
+        assert candidates.has_room(1)
+        load.begin(10, NOTHING, True, 0)
+        assert not candidates.has_room(1)
+    assert Looked.looks <= 10 * len(works)
 
 
 def test_candidates_that_are_few_in_their_fleet_are_found():
