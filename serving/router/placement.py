@@ -559,8 +559,9 @@ class Placement:
     def answered(self, headers: dict[bytes, bytes]) -> None:
         """Its replica has sent the head of an answer."""
         assert self.replica
-        if session := self._routing.affinity.learn(headers, self.replica.name, self._tenant):
-            self._routing.peers.announce_session(session, self.replica.name)
+        affinity = self._routing.affinity
+        if session := affinity.learn(headers, self.replica.name, self._tenant):
+            self._routing.peers.announce_session(session, affinity.replica(session) or "")
 
     def moved(self, now: float) -> None:
         """There was more of its answer at that time."""

@@ -259,11 +259,21 @@ class PrefixIndex:
         return Reach(covered(engine), covered(memory), covered(disk), covered(shared))
 
     def holders(self, chain: Sequence[int]) -> Iterator[list[str]]:
-        """The replicas that have something of a prompt, by the runs of its chain: first those that
-        have most of it.
+        """The replicas that have something of a prompt: first those that have most of it, then all
+        that have at least half as much, and so on.
+
+        Who has a run has all runs before it. So each replica is in a group of which all have at
+        least half of what it has.
         """
-        for run, _ in self._path(chain):
+        groups: list[tuple[int, _Run]] = []  # each larger than those before
+        for run, count in self._path(chain):
+            if not groups or len(run.holders) > len(groups[-1][1].holders):
+                groups.append((covered(run.start + count), run))
+        while groups:
+            (most, run), *groups = groups
             yield [caches.replica for caches in run.holders if caches.replica]
+            while len(groups) > 1 and 2 * groups[1][0] >= most:
+                del groups[0]
 
     def held(self, replica: str) -> Held:
         """Approximate number of sent tokens that the replica still has, by cache."""

@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from collections import deque
 from typing import Protocol
 
 from serving.router.policy.tiers import DEFAULT_PRICES, Held, Prices
@@ -65,9 +64,8 @@ class Load:
     """Requests that it serves at once; 0 if it does not say."""
     refuses: bool = False
     """Whether it took no connection, or answered 503, since it was last asked or answered."""
-    # When what is queued will be computed, where that can only be guessed.
-    _computed_at: float = dataclasses.field(default=0.0, init=False)
-    _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
+    # When each will be computed where that can only be guessed, one after the other.
+    _guessed: dict[Work, float] = dataclasses.field(default_factory=dict, init=False)
     board: "Board | None" = dataclasses.field(default=None, init=False)
     """The board that lists it by its load."""
 
@@ -94,7 +92,7 @@ class Load:
     @property
     def settles_at(self) -> float | None:
         """When the first guess comes true; None without one."""
-        return self._guessed[0][0] if self._guessed else None
+        return next(iter(self._guessed.values()), None)
 
     def begin(self, tokens: int, held: Held, streamed: bool, now: float) -> Work:
         """A request goes to the replica, which holds these of its prompt's tokens. streamed: its
@@ -105,16 +103,17 @@ class Load:
         self.queued += work.left
         self.context += tokens
         if not streamed:
-            self._computed_at = max(self._computed_at, now) + work.left / self.prefill_rate
-            self._guessed.append((self._computed_at, work))
+            begins = max(next(reversed(self._guessed.values()), now), now)
+            at = self._guessed[work] = begins + work.left / self.prefill_rate
             if self.board:
-                self.board.guess(self, self._computed_at)
+                self.board.guess(self, at)
         return work
 
     def computed(self, work: Work) -> None:
         """The request's prompt is computed; it may be said more than once."""
         self.queued -= work.left
         work.left = 0
+        self._guessed.pop(work, None)
         if self.board:
             self.board.lighten(self)
 
@@ -126,5 +125,5 @@ class Load:
 
     def settle(self, now: float) -> None:
         """Take for computed what should be by now."""
-        while self._guessed and self._guessed[0][0] <= now:
-            self.computed(self._guessed.popleft()[1])
+        while (at := self.settles_at) is not None and at <= now:
+            self.computed(next(iter(self._guessed)))

@@ -4,21 +4,31 @@
 import random
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.router.policy.candidates import EXACT, LOOKED_AT, TOP, Board, Candidates, Homes
+from serving.router.policy.candidates import (
+    ALIKE,
+    EXACT,
+    LOOKED_AT,
+    TOP,
+    Board,
+    Candidates,
+    Homes,
+)
 from serving.router.policy.policies import (
     HOLDERS,
     LEAST,
     NEAR,
     REACHES,
+    UNCACHED,
     PrefixAware,
     Session,
 )
-from serving.router.policy.prefix_index import CHUNK, PrefixIndex, chain
-from serving.router.policy.replica_load import Load
+from serving.router.policy.prefix_index import CHUNK, PrefixIndex, chain, covered, within
+from serving.router.policy.replica_load import PREFILL_RATE, Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import NOTHING
 
@@ -75,6 +85,56 @@ def test_what_is_chosen_of_many_is_hardly_worse_than_the_best_of_all():
     assert chosen <= 1.02 * best
 
 
+def test_a_document_of_many_is_not_computed_again_for_a_long_conversation():
+    """The latest turns are on one replica, which has much to do. Others have all that is long."""
+    policy, loads = PrefixAware(PrefixIndex()), fleet(EXACT + 20)
+    document, turns = b"d" * 40 * CHUNK, [b"%d" % n * CHUNK * 4 for n in range(6)]
+    for it in loads[:4]:
+        policy.learn(RoutingRequest(chain=chain(document, "")), it.name, 0)
+    for n in range(len(turns)):
+        asked = RoutingRequest(chain=chain(document + b"".join(turns[: n + 1]), ""))
+        policy.learn(asked, loads[0].name, n)
+    loads[0].queued = 100_000
+    for it in loads[1:4]:
+        it.queued = 2_000
+    tokens = (len(document) + 4 * 6 * CHUNK) // 4
+    choice = policy.choose(msgspec.structs.replace(asked, tokens=tokens), Candidates(loads), 9)
+    assert choice.replica in loads[1:4]
+    assert choice.held.engine == covered(within(len(document) // 4))
+
+
+HOLDING = st.tuples(st.integers(0, 7), st.lists(st.integers(0, 2), min_size=1, max_size=8))
+"""The number of a replica, and the parts of a prompt that it was sent."""
+
+
+@given(
+    st.lists(HOLDING, max_size=20),
+    st.lists(st.integers(0, 40_000), min_size=EXACT + 8, max_size=EXACT + 8),
+    st.lists(st.integers(0, 2), min_size=1, max_size=8),
+    st.integers(1, 12),
+)
+def test_no_choice_among_some_is_much_worse_than_the_best_of_all(holding, queued, parts, size):
+    """By no more than half of what the best has of the prompt, besides what is taken for equal:
+    for every choice, where as many replicas as are looked at have something of it.
+    """
+
+    def prompt(parts):
+        text = b"".join(b"%d" % part * CHUNK * size for part in parts)
+        return RoutingRequest(tokens=len(text) // 4, chain=chain(text, ""))
+
+    policy, loads = PrefixAware(PrefixIndex()), fleet(len(queued))
+    for load, tokens in zip(loads, queued, strict=True):
+        load.queued = tokens
+    for number, known in holding:
+        policy.learn(prompt(known), loads[number].name, 0)
+    asked = prompt(parts)
+    costs = policy.costs(asked, loads, None, 1)
+    best, _, held = min(costs, key=lambda it: it[0])
+    chosen = policy.choose(asked, Candidates(loads), 1).replica
+    (cost,) = [cost for cost, load, _ in costs if load is chosen]
+    assert cost <= best + UNCACHED * held.tokens / 2 + NEAR + ALIKE
+
+
 def test_the_board_has_the_least_loaded_first():
     loads = fleet(100)
     for n, load in enumerate(loads):
@@ -113,6 +173,24 @@ def test_the_board_knows_when_a_guess_comes_true():
     assert later is not None
     loads[0].context = 0
     assert again.least(1, all_of_them, later + 1) == [loads[0]]
+
+
+def test_guesses_end_with_their_requests():
+    """A refusal of a long prompt comes at once; to compute it would have taken a minute."""
+    loads = fleet(EXACT + 1)
+    board = Board(loads)
+    work = loads[0].begin(100, NOTHING, False, 0)
+    for n in range(1_000):
+        load = loads[n % len(loads)]
+        load.end(load.begin(1_000_000, NOTHING, False, n / 100))
+    at = loads[0].settles_at
+    assert at is not None
+    assert at < 1
+    loads[0].end(work)
+    assert [it.settles_at for it in loads] == [None] * len(loads)
+    assert len(board._guesses) <= 2 * len(loads) + LOOKED_AT
+    loads[0].begin(2_000, NOTHING, False, 20)
+    assert loads[0].settles_at == 20 + 2_000 / PREFILL_RATE
 
 
 def test_the_board_does_not_grow():

@@ -15,6 +15,7 @@ from serving.router.policy.policies import (
     ADAPTER_LOAD,
     AWAY,
     BATCH,
+    MOST_ADAPTERS,
     NEAR,
     KvAware,
     PrefixAware,
@@ -124,6 +125,14 @@ def test_an_adapter_is_loaded_where_it_is_already():
     assert policy.choose(asked, fleet(has=(many, 0), **other), 1).replica.name == "not"
     policy.forget("has")
     assert policy.choose(asked, fleet(has=(20, 0), **other), 1).replica.name == "not"
+
+
+def test_names_of_adapters_that_clients_make_up_are_not_kept_for_ever():
+    """A session's own replica is not measured, which is when adapters without room are dropped."""
+    policy = Session()
+    for n in range(MOST_ADAPTERS + 50):
+        policy.learn(RoutingRequest(adapter=f"a{n}", session=f"s{n}"), "r0", n)
+    assert len(policy._adapters["r0"]) == len(policy._having) == MOST_ADAPTERS
 
 
 def test_a_replica_has_as_many_adapters_as_it_has_room_for():
