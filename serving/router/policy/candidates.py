@@ -42,7 +42,7 @@ class Board:
         self._heap: list[tuple[int, int, Load]] = []
         self._lighter: dict[Load, None] = {}
         self._guesses: list[tuple[float, int, Load]] = []
-        self._next: dict[Load, float] = {}  # the next guess of each
+        self._due: dict[Load, float] = {}  # the one entry of _guesses that counts
         self._freed: list[Load] = []  # the latest, without the first ones
         self._first = 0  # the number of those
         for load in loads:
@@ -67,30 +67,22 @@ class Board:
         return self._first + len(self._freed), self._freed[start:] if start >= 0 else None
 
     def guess(self, load: Load, at: float) -> None:
-        """The replica will have less to do at this time. Of its guesses the next one is kept."""
-        if self._next.get(load, math.inf) <= at:
-            return
-        self._next[load] = at
-        heappush(self._guesses, (at, next(self._turns), load))
-        if len(self._guesses) > 2 * len(self._listed) + LOOKED_AT:
-            self._guesses = [(at, next(self._turns), it) for it, at in self._next.items()]
-            heapify(self._guesses)
-
-    def _settle(self, now: float) -> None:
-        """Have the guesses that have come true by now count."""
-        while self._guesses and self._guesses[0][0] <= now:
-            at, _, load = heappop(self._guesses)
-            if self._next.get(load) == at:
-                del self._next[load]
-                load.settle(now)
-                if (later := load.settles_at) is not None:
-                    self.guess(load, later)
+        """The replica will have less to do at this time."""
+        if at < self._due.get(load, math.inf):
+            self._due[load] = at
+            heappush(self._guesses, (at, next(self._turns), load))
 
     def least(self, count: int, among: "Candidates[L]", now: float) -> list[Load]:
         """So many of the candidates with the least load, or fewer: those that had no turn for
         longest of those with about the same load.
         """
-        self._settle(now)
+        while self._guesses and self._guesses[0][0] <= now:
+            at, _, load = heappop(self._guesses)
+            if self._due.get(load) == at:
+                del self._due[load]
+                load.settle(now)
+                if (following := load.settles_at) is not None:
+                    self.guess(load, following)
         for load in self._lighter:
             if load in self._listed and _rank(load) < self._listed[load][0]:
                 self._list(load)

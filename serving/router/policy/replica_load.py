@@ -64,7 +64,7 @@ class Load:
     """Requests that it serves at once; 0 if it does not say."""
     refuses: bool = False
     """Whether it took no connection, or answered 503, since it was last asked or answered."""
-    # When each will be computed where that can only be guessed, one after the other.
+    # When the prompts of requests will be computed, where that can only be guessed.
     _guessed: dict[Work, float] = dataclasses.field(default_factory=dict, init=False)
     board: "Board | None" = dataclasses.field(default=None, init=False)
     """The board that lists it by its load."""
@@ -103,17 +103,15 @@ class Load:
         self.queued += work.left
         self.context += tokens
         if not streamed:
-            begins = max(next(reversed(self._guessed.values()), now), now)
-            at = self._guessed[work] = begins + work.left / self.prefill_rate
+            self._guessed[work] = now + self.queued / self.prefill_rate
             if self.board:
-                self.board.guess(self, at)
+                self.board.guess(self, self._guessed[work])
         return work
 
     def computed(self, work: Work) -> None:
         """The request's prompt is computed; it may be said more than once."""
         self.queued -= work.left
         work.left = 0
-        self._guessed.pop(work, None)
         if self.board:
             self.board.lighten(self)
 
@@ -121,9 +119,12 @@ class Load:
         """The request is over."""
         self.in_flight -= 1
         self.context -= work.tokens
+        self._guessed.pop(work, None)
         self.computed(work)
 
     def settle(self, now: float) -> None:
         """Take for computed what should be by now."""
         while (at := self.settles_at) is not None and at <= now:
-            self.computed(next(iter(self._guessed)))
+            work = next(iter(self._guessed))
+            del self._guessed[work]
+            self.computed(work)

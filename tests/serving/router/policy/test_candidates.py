@@ -28,7 +28,7 @@ from serving.router.policy.policies import (
     Session,
 )
 from serving.router.policy.prefix_index import CHUNK, PrefixIndex, chain, covered, within
-from serving.router.policy.replica_load import PREFILL_RATE, Load
+from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import NOTHING
 
@@ -173,24 +173,6 @@ def test_the_board_knows_when_a_guess_comes_true():
     assert later is not None
     loads[0].context = 0
     assert again.least(1, all_of_them, later + 1) == [loads[0]]
-
-
-def test_guesses_end_with_their_requests():
-    """A refusal of a long prompt comes at once; to compute it would have taken a minute."""
-    loads = fleet(EXACT + 1)
-    board = Board(loads)
-    work = loads[0].begin(100, NOTHING, False, 0)
-    for n in range(1_000):
-        load = loads[n % len(loads)]
-        load.end(load.begin(1_000_000, NOTHING, False, n / 100))
-    at = loads[0].settles_at
-    assert at is not None
-    assert at < 1
-    loads[0].end(work)
-    assert [it.settles_at for it in loads] == [None] * len(loads)
-    assert len(board._guesses) <= 2 * len(loads) + LOOKED_AT
-    loads[0].begin(2_000, NOTHING, False, 20)
-    assert loads[0].settles_at == 20 + 2_000 / PREFILL_RATE
 
 
 def test_the_board_does_not_grow():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from serving.router.policy import kv_index
+from serving.router.policy.candidates import Board
 from serving.router.policy.kv_index import BlockStored, KvIndex
 from serving.router.policy.policies import (
     ADAPTER_LOAD,
@@ -176,6 +177,18 @@ def test_a_prompt_is_queued_until_its_answer_begins_or_should_have():
     load.end(streamed)
     load.end(whole)
     assert (load.in_flight, load.queued, load.context) == (0, 0, 0)
+
+
+def test_what_has_ended_delays_no_guess():
+    """Answers that come sooner than guessed leave nothing behind, and no later guess waits."""
+    load = Load("r", prefill_rate=100)
+    board = Board([load])
+    for n in range(1_000):
+        load.end(load.begin(1_000, Held(), False, n))
+    assert load.settles_at is None
+    assert len(board._guesses) < 10
+    load.begin(1_000, Held(), False, 1_000)
+    assert load.settles_at == 1_010
 
 
 def test_sessions_stay_where_they_are_and_move_as_little_as_can_be():
