@@ -49,12 +49,15 @@ async def test_what_begins_and_ends_in_one_process_does_so_in_the_others():
 async def test_what_replicas_have_is_not_kept_where_they_are_unknown():
     """A replica can be gone here while the other process still sends requests to it."""
     here, there = links(2)
-    async with routing(2, link=here, routing_strategy="roundrobin") as one:
+    async with routing(2, link=here) as one:
         urls = one.fleet[0].url
         async with routing(0, wait=False, link=there, router_replicas=urls) as other:
             await other.ready(1)
-            for _ in range(4):
-                await one.post({"prompt": LONG}, headers={"X-Session-Id": "s"})
-            index = other.router.routing.policy.index
-            await until_async(lambda: other.router.routing.conversations.replica(digest(None, "s")))
-            assert {*index._caches} <= {one.fleet[0].url}
+            for n in range(8):
+                named = {"X-Session-Id": f"s{n}"}
+                await one.post({"prompt": f"{n} {LONG}"}, headers=named)
+            assert all(it.asked for it in one.fleet)
+            known = other.router.routing
+            last = [digest(None, f"s{n}") for n in (6, 7)]
+            await until_async(lambda: any(map(known.conversations.replica, last)))
+            assert {*known.policy.index._caches} == {urls}
