@@ -12,7 +12,7 @@ Sources: anthropic 2.11.0 and openai 3.52.0 (types of requests), vLLM 0.32 (`ses
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -143,6 +143,19 @@ def digest(tenant: str | None, name: str) -> str:
     return hashlib.sha256(msgspec.json.encode(("session", tenant, name))).hexdigest()[:32]
 
 
+def own(headers: Mapping[bytes, bytes], header: bytes, values: Iterable[msgspec.Raw]) -> str:
+    """Return the conversation's id by the operator's own header, or by the first text of a body's
+    values; "" without one. header: in lower case, b"" for none.
+    """
+    if found := headers.get(header, b"").decode("latin-1"):
+        return found
+    for value in values:
+        with contextlib.suppress(*_UNREADABLE):
+            if value and (found := msgspec.json.decode(value, type=str)):
+                return found
+    return ""
+
+
 def own_key(name: str | None) -> Callable[[Mapping[bytes, bytes], bytes | bytearray], str]:
     """Return the reader of the header or body's key that the operator has named, or of nothing."""
     if not name:
@@ -152,13 +165,11 @@ def own_key(name: str | None) -> Callable[[Mapping[bytes, bytes], bytes | bytear
     decode: Callable[[bytes | bytearray], Any] = msgspec.json.Decoder(kind).decode
 
     def read(headers: Mapping[bytes, bytes], body: bytes | bytearray) -> str:
-        if found := headers.get(header, b"").decode("latin-1"):
-            return found
         try:
             value = decode(body).value
-            return msgspec.json.decode(value, type=str) if value else ""
         except _UNREADABLE:
-            return ""
+            value = NONE
+        return own(headers, header, (value,))
 
     return read
 

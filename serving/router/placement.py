@@ -7,7 +7,6 @@ import asyncio
 import copy
 import hashlib
 import logging
-import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
@@ -131,11 +130,11 @@ class Routing:
         it when another has computed their prompts.
         """
         pool, now = self.pool, time.monotonic()
+        coming = 0
+        if self.prefill_tokens:
+            coming = sum([it.in_flight for it in pool.of_role("prefill")])
         candidates = pool.candidates(kind.model, kind.adapter, (), now, kind.among)
-        if not self.prefill_tokens:
-            return any(it.has_room for it in candidates)
-        free = sum([it.slots - it.in_flight if it.slots else math.inf for it in candidates])
-        return free > sum([it.in_flight for it in pool.ready if it.role == "prefill"])
+        return candidates.has_room(coming + 1)
 
     def trace(self, request: Request) -> Span | None:
         """The span of a request that has come, where traces are sent."""
@@ -386,17 +385,16 @@ class Placement:
             return None
         if features.session and routing.affinity.replica(features.session):
             return None
-        now = time.monotonic()
-        decoding = [it for it in self.candidates(now) if it.role == "decode" and it.called]
-        if not decoding:
+        pool, now = routing.pool, time.monotonic()
+        if not pool.of_role("decode") or not (candidates := self.candidates(now)):
             return None
-        answers = self._policy.choose(features, self.candidates(now), now)
-        if answers.replica not in decoding or features.tokens - answers.held.tokens < least:
+        decoding, held = answers = self._policy.choose(features, candidates, now)
+        assert isinstance(decoding, Replica)
+        can = decoding.role == "decode" and decoding.called
+        if not can or features.tokens - held.tokens < least:
             return None
-        assert isinstance(answers.replica, Replica)
-        pool = routing.pool
         prefilling = pool.prefilling(
-            features.model, features.adapter, answers.replica, now, fetching=fetching
+            features.model, features.adapter, decoding, now, fetching=fetching
         )
         if not prefilling:
             metrics.PREFILLS.labels("none").inc()
@@ -567,8 +565,9 @@ class Placement:
     def answered(self, headers: dict[bytes, bytes]) -> None:
         """Its replica has sent the head of an answer."""
         assert self.replica
-        if session := self._routing.affinity.learn(headers, self.replica.name, self._tenant):
-            self._routing.peers.announce_session(session, self.replica.name)
+        affinity = self._routing.affinity
+        if session := affinity.learn(headers, self.replica.name, self._tenant):
+            self._routing.peers.announce_session(session, affinity.replica(session) or "")
 
     def moved(self, now: float) -> None:
         """There was more of its answer at that time."""
@@ -605,7 +604,7 @@ class Placement:
         """Its replica has begun an answer, which tells whether the replica works."""
         assert self.replica
         breaker, trial, self._trial = self.replica.breaker, self._trial, False
-        self.replica.refuses = status == 503
+        self.replica.refuse(status == 503)
         self._answers = status < 400
         if status < 500:
             self.replica.answered_at = now
@@ -623,7 +622,7 @@ class Placement:
         """Its replica took no connection, or broke it off before it had answered."""
         assert self.replica
         trial, self._trial = self._trial, False
-        self.replica.refuses = True
+        self.replica.refuse(True)
         self.replica.breaker.unreachable(now, trial=trial)
 
     def _excuse(self, now: float) -> None:

@@ -383,8 +383,9 @@ class Router:
             proxied.replica_down()
 
     def _learned(self, request: RoutingRequest, replica: str) -> None:
-        self.routing.policy.learn(request, replica, time.monotonic())
-        self.routing.conversations.learn(request, replica)
+        if replica in self.pool.named:  # else nobody would forget it
+            self.routing.policy.learn(request, replica, time.monotonic())
+            self.routing.conversations.learn(request, replica)
 
     # several models in this container
 

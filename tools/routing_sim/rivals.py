@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from serving.router.policy import policies
 from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import Choice, Policy, Session
-from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.prefix_index import PrefixIndex, covered
 from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Held
-from tools.routing_sim.model import BLOCK, Prompt
+from tools.routing_sim.model import Prompt
 
 
 class Plain:
@@ -95,8 +95,8 @@ class CacheAware(Indexed):
         return Choice(min(replicas, key=lambda replica: self._inserted[replica.name]))
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
-        known = self.index.reach(replica, request.chain, now).engine // BLOCK
-        self._inserted[replica] += len(request.chain) - known
+        known = self.index.reach(replica, request.chain, now).engine
+        self._inserted[replica] += covered(len(request.chain)) - known
         super().learn(request, replica, now)
 
 

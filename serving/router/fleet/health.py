@@ -349,11 +349,11 @@ class Probe:
         if path == PING:
             headers = self._asking.access.challenge()
         else:
-            self._replica.called = ""
+            self._pool.call(self._replica, "")
             headers = self._asking.headers(self._replica, path) if path == MODELS else {}
         status, answer, lines = await _get(self._client, self._replica.name + path, headers)
         if path == PING:  # with each answer anew: another server may have its address by now
-            self._replica.called = self._asking.access.name_of(headers, lines)
+            self._pool.call(self._replica, self._asking.access.name_of(headers, lines))
         return status, answer
 
     async def _meet(self) -> bool:

@@ -330,13 +330,16 @@ class KvIndex:
 
     def holders(self, blocks: Blocks) -> Iterator[Collection[str]]:
         """The replicas whose engines have something of the prompt: those that have most of it, and
-        those that have half and a quarter of that.
+        those that have half of that, a quarter, and so on, each time that they are others.
         """
         holders = self._engines.holders
         for chain in blocks.values():
             known = leading(chain, lambda key: key not in holders)
+            before = 0
             while known:
-                yield {*self._engines.replicas(holders.get(chain[known - 1], 0))}
+                if (engines := holders.get(chain[known - 1], 0)) != before:
+                    yield {*self._engines.replicas(engines)}
+                before = engines
                 known //= 2
 
     def in_memory(self, replica: str, blocks: Blocks) -> int | None:

@@ -36,10 +36,13 @@ AWAY = 500
 each other load an adapter on the same one. With 0, two of them load a tenth more, and with 1,000
 adapters wait for their replica while others have nothing to do.
 """
-LEAST, HOLDERS, REACHES, SOME = 4, 4, 3, 8
+MOST_ADAPTERS = 1_000
+"""Adapters that one replica is taken to have, at most: clients can make names up."""
+LEAST, HOLDERS, REACHES, SOME = 4, 4, 8, 8
 """A fleet of more than candidates.EXACT replicas is measured at LEAST replicas with the least load,
-at HOLDERS replicas with the adapter, and at as many for each of the REACHES longest known parts of
-the prompt. Holders are the least loaded of SOME.
+at HOLDERS replicas with the adapter, and at as many for each of up to REACHES lengths of known
+parts of the prompt, of which each is about half of the one before. Holders are the least loaded of
+SOME.
 """
 BOUND = 1.25
 """A session stays where it belongs while that replica has at most this many times the mean of
@@ -168,6 +171,8 @@ class _Cheapest:
             used[request.adapter] = None
             used.move_to_end(request.adapter)
             self._having.setdefault(request.adapter, {})[replica] = None
+            if len(used) > MOST_ADAPTERS:
+                self._unload(used.popitem(last=False)[0], replica)
 
     def forget(self, replica: str) -> None:
         self._chosen.pop(replica, None)

@@ -26,6 +26,8 @@ from serving.protocol import (
 )
 from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
 
+LONGEST_ADAPTER = 1_024
+"""Characters of a name that the router remembers as an adapter's; a longer one is none."""
 NEW_SESSION = "NEW_SESSION"
 """The value that begins a session, in the header or as a body's requestType."""
 _USER_KEYS = ("user_id", "user")
@@ -162,7 +164,8 @@ class RequestReader:
                 system = _BILLS.sub(b"", system)
             prompt = memoryview(system + prompt)
             tokens += len(system) // BYTES_PER_TOKEN
-        adapter = self._adapter(headers, keys, target)
+        if len(adapter := self._adapter(headers, keys, target)) > LONGEST_ADAPTER:
+            adapter = ""
         tools = bytes(keys.tools)
         path = target.partition(b"?")[0]
         links: Sequence[int] = ()
@@ -170,7 +173,9 @@ class RequestReader:
             # What else decides whether KV caches of equal prompts are one.
             links = chain(prompt, (adapter, tenant, bytes(keys.cache_salt), tools))
         computed = path not in _UNCOMPUTED
-        own = self._own_session(headers, keys)
+        own = intent.own(
+            headers, self._session_header, (getattr(keys, it) for it in self._session_fields)
+        )
         named = own if self._session_header else ""
         hints = intent.read(headers, keys, body, tenant, own=named)
         return RoutingRequest(
@@ -200,15 +205,6 @@ class RequestReader:
             return queried
         if self._adapters and (model := _text(keys.model)) in self._adapters:
             return model
-        return ""
-
-    def _own_session(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
-        """The session's name by the operator's key, or by those of the strategy `session`."""
-        if session := headers.get(self._session_header, b"").decode("latin-1"):
-            return session
-        for field in self._session_fields:
-            if session := _text(getattr(keys, field)):
-                return session
         return ""
 
     def _session(

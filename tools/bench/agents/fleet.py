@@ -26,6 +26,7 @@ from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Capacity
 from tools.bench.agents.sessions import CHUNK, Maker, Session, Turn, known_first
+from tools.routing_sim.model import graduated
 
 REPLICAS = 3
 RATE = 25_000.0
@@ -198,7 +199,7 @@ class Fleet:
         )
         request = RoutingRequest(
             tokens=turn.tokens,
-            chain=turn.chain,
+            chain=graduated(turn.chain),
             session=conversation if hinted or self._arm.strategy == "session" else "",
             intent=intent,
             streamed=True,
