@@ -172,6 +172,40 @@ def test_both_halves_run_side_by_side_and_share_no_ports(ready):
     assert int(other) == int(port) + workers * ports.PORTS
 
 
+@pytest.mark.parametrize(
+    ("changed", "committed", "runs"),
+    [
+        ("serving/a.py", True, False),
+        ("tools/a.py", True, True),
+        ("tools/a.py", False, True),
+        ("tests/support/a.py", True, True),
+        (None, True, True),  # no history
+    ],
+)
+def test_tests_of_tools_run_where_tools_have_changed(ready, changed, committed, runs):
+    program(ready / ".venv/bin/python", '[ "$1" = -c ] || echo "$@"')
+    stamp(ready, "dev")
+
+    def git(*words, **environ):
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+        command = ["git", "-C", ready, *who, *words]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | environ)
+
+    if changed:
+        git("init", "--quiet")
+        (ready / ".git/info/exclude").write_text(".venv\nhome\n")
+        git("add", "--all")
+        git("commit", "--message", "old", GIT_COMMITTER_DATE="2020-01-01T00:00:00Z")
+        program(ready / changed, "")
+        if committed:
+            git("add", "--all")
+            git("commit", "--message", "new")
+    ended = call(ready, "test", "fast")
+    assert ("--ignore tests/tools" not in ended.stdout) == runs
+    assert ("leaving out tests/tools" not in ended.stderr) == runs
+    assert "--ignore tests/tools" not in call(ready, "test", "fast", "-k", "some").stdout
+
+
 def test_a_half_that_is_interrupted_ends_the_other(ready):
     fast = 'until [ -s "$HOME.e2e" ]; do :; done; exit 2'
     e2e = 'echo $$ >"$HOME.e2e"; exec sleep 600'
