@@ -24,10 +24,11 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.harness.closed_loop import Failed
 from tests.support.harness.process import Program
 from tests.support.harness.stats import cpu_ratio, paired, print_changes, rate_ratio, spread
 from tools.ceiling.arms import ARMS, SLIPWAY, Arm, again, completion, servers
-from tools.ceiling.load import Failed, Round, measured
+from tools.ceiling.load import Round, measured
 
 Rounds = dict[str, list[Round]]
 

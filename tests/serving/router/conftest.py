@@ -251,7 +251,8 @@ async def routing(
     **settings: Any,
 ) -> AsyncIterator[Routed]:
     """A router in front of this number of replicas. models: the door of a container with several.
-    link: to another of its processes. settings: `knows` decides whether the replicas have the router's secret.
+    link: to another of its processes. settings: `knows` decides whether the replicas have the
+    router's secret.
     """
     knows = settings.pop("knows", True)
     fleet = [FakeReplica() for _ in range(count)]
