@@ -6,7 +6,6 @@ import time
 import jwt
 import pytest
 
-from serving.access import signed_identity
 from serving.access import signed_identity as identity
 from serving.access.caller import Caller, Limits
 from serving.access.signed_identity import Signer, new_name
@@ -106,11 +105,11 @@ def test_a_name_is_believed_of_who_has_the_secret_and_our_challenge():
 
 def test_old_identities_are_forgotten(monkeypatch):
     """A router makes new ones every few seconds, for as long as it runs."""
-    now = time.time()
-    monkeypatch.setattr(signed_identity.time, "time", lambda: now)
+    now = time.time() - 20 * identity.RENEWED_S
+    monkeypatch.setattr(identity.time, "time", lambda: now)
     router, server = Signer(SECRET), Signer(SECRET, NAME)
     for _ in range(20):
-        now += signed_identity.RENEWED_S
+        now += identity.RENEWED_S
         assert server.caller(router.signed(WHO, (NAME,))) == WHO
     assert router._signed.cache_info().currsize == 1
     assert server._read.cache_info().currsize == 1
