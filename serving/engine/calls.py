@@ -184,7 +184,7 @@ class CallClient:
         self._names: dict[str, str] = {}
         """vLLM's name of a request → the engine's."""
         self._streams: dict[str, Stream] = {}
-        """The engine's name of a request → what writes its tokens."""
+        """The engine's name of a request → the stream that writes its tokens."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -197,7 +197,7 @@ class CallClient:
         stream: Callable[[Results], Stream] | None = None,
         **more: Any,
     ) -> Results | Stream:
-        """As vLLM's. stream: makes what writes the request's tokens."""
+        """Generates as vLLM does. stream: makes the stream that writes the request's tokens."""
         name = self._name(request_id)
         results: Results = self._client.generate(prompt, sampling_params, name, **more)
         if not stream:

@@ -83,8 +83,8 @@ class VllmEngine:
         hears: bool,
         until_stopped: contextlib.AsyncExitStack,
     ) -> None:
-        """state: vLLM's serving objects. calls: what answers calls with them (calls.Calls). task:
-        what the model does, in vLLM's words. hears: whether it transcribes as well.
+        """state: vLLM's serving objects. calls: answers calls with them (calls.Calls). task: the
+        model's task, in vLLM's words. hears: whether it also transcribes.
         """
         self._state = state
         self._calls = calls
@@ -462,7 +462,7 @@ def _look_up_once(renderer: Any) -> None:
 
 
 async def _warm_up(engine: VllmEngine) -> None:
-    """Have the engine answer once. vLLM's own health says nothing of whether it can."""
+    """Make the engine answer once. vLLM's own health check does not show whether it can."""
     prompt = "Say that you are ready."
     file = None
     if engine.task == "generate":
@@ -481,9 +481,9 @@ async def _warm_up(engine: VllmEngine) -> None:
 
 
 async def _measure(engine: VllmEngine, model: Any) -> None:
-    """Have the engine compute a prompt that no cache has, so that prefilled() shows its speed.
-
-    Without it an engine whose prompts all come from a slow store would never know better.
+    """Make the engine compute a prompt that no cache has, so that prefilled() shows its speed.
+    Without this, an engine that loads all prompts from a slow store would never measure its own
+    speed.
     """
     tokens = [random.randrange(256, min(model.get_vocab_size(), 1256)) for _ in range(MEASURED)]
     body = {"prompt": tokens[: model.max_model_len - 1], "max_tokens": 1}
@@ -501,7 +501,7 @@ async def _ask(
 
 
 class _ErrorSink:
-    """As much of a sink as a call needs that is no stream, listening for an error alone."""
+    """A sink for a call without a stream; it only keeps the error."""
 
     error: ServingError | None = None
 
@@ -516,7 +516,7 @@ class _ErrorSink:
 
 
 def _silence() -> bytes:
-    """A second of it, as a WAV file."""
+    """A second of silence, as a WAV file."""
     file = io.BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setparams((1, 2, 16_000, 0, "NONE", ""))

@@ -129,7 +129,7 @@ def _has_piece(pieces: set[str], text: str) -> bool:
 
 
 def _texts(prompt: Any, skipped: tuple[str, ...] = _PROTOCOL_KEYS) -> Iterator[str]:
-    """All texts in a JSON value, but those that only say how to read others."""
+    """All texts in a JSON value, except those that only describe the reading of others."""
     remaining = [prompt]  # no recursion: what the decoder bears is nested too deeply for it
     while remaining:
         value = remaining.pop()

@@ -2,9 +2,9 @@
 """Messages between router processes on one port: the placement of each request, and the state of
 replicas, which one of them probes.
 
-Each process announces its choices to the others, within milliseconds, and several times a second
-how many requests it has under way, so that what a lost message or a dead process has left is put
-right. Messages are datagrams in memory; one that finds no room is dropped.
+Each process announces its choices to the others within milliseconds. Several times a second it also
+announces its number of requests in flight, which corrects the effect of a lost message or a dead
+process. Messages are datagrams in memory; a message without room is dropped.
 """
 
 import asyncio

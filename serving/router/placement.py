@@ -52,7 +52,9 @@ log = logging.getLogger(__name__)
 TRIES = 4
 """Replicas that one request is sent to, at most."""
 PREFILL_S = 60.0
-"""For another replica to compute the prompt; then the one that answers does so itself."""
+"""Time limit in seconds for another replica to compute the prompt; after it, the answering replica
+computes the prompt.
+"""
 CLIENT_LEFT = 499
 """The status of a request whose client left before it had an answer's."""
 
@@ -64,7 +66,7 @@ Tokenise = Callable[[RoutingRequest, Request, bytes], Awaitable[RoutingRequest]]
 
 
 class Timeouts(NamedTuple):
-    """Seconds that a replica may take to begin its answer, and between two pieces of it."""
+    """Seconds that a replica may take to begin its answer, and between two pieces of the answer."""
 
     first_byte: int
     idle: int
@@ -113,7 +115,7 @@ class Routing:
     tracer: Tracer | None
     read: Reader
     tokenise: Tokenise | None
-    """Adds a request's tokens, where the strategy wants them."""
+    """Adds a request's tokens, if the strategy needs them."""
     models: OwnModels | None
     """The models of this container, if there are several."""
     identity: Callable[[Caller, Sequence[str], Phase], bytes | None]
@@ -123,12 +125,12 @@ class Routing:
     never.
     """
     continues: bool
-    """Whether streams are completed by another replica where theirs fails."""
+    """Whether another replica completes a stream if its replica fails."""
     routes: Routes
 
     def has_room(self, kind: Kind) -> bool:
-        """Whether a replica can take one more request of the kind, besides those that will come to
-        it when another has computed their prompts.
+        """Whether a replica can take one more request of the kind. Requests whose prompts another
+        replica is computing count as taken.
         """
         pool, now = self.pool, time.monotonic()
         candidates = pool.candidates(kind.model, kind.adapter, (), now, kind.among)
@@ -138,7 +140,7 @@ class Routing:
         return free > sum([it.in_flight for it in pool.ready if it.role == "prefill"])
 
     def trace(self, request: Request) -> Span | None:
-        """The span of a request that has come, where traces are sent."""
+        """The span of a new request, if traces are sent."""
         if not self.tracer:
             return None
         name = f"{request.method.decode('latin-1')} {self.routes.template(request.path)}"
@@ -146,8 +148,9 @@ class Routing:
 
 
 class Fetch(NamedTuple):
-    """A prompt's KV that the replica which answers is to fetch. by: the one that has computed it.
-    front: the address of the KV, put in front of the body. digest: its SHA-256, in hex digits.
+    """A prompt's KV that the answering replica must fetch. by: the replica that has computed it.
+    front: the address of the KV, put in front of the body. digest: the address's SHA-256, in hex
+    digits.
     """
 
     by: Replica
@@ -254,8 +257,8 @@ class Placement:
             self._find_model(models, request)
 
     def _find_model(self, models: OwnModels, request: Request) -> None:
-        """Have it go to the server of the model that it names; an adapter's name means its model,
-        as far as that runs.
+        """Send it to the server of the model that it names. An adapter's name means the adapter's
+        model, if that runs.
         """
         given = self.features.model
         if given not in models.rows and given == self.features.adapter:
@@ -327,8 +330,8 @@ class Placement:
         self._waiter = waiter
 
     async def turn(self, request: Request) -> Replica | None:
-        """Hold it. When its turn has come, it goes to the replica that choose_prefilling() has
-        found, which is the result, or else to that of choose(). Raises what wait() does.
+        """Hold the request until its turn. It then goes to the replica that choose_prefilling() has
+        found, which is returned, or else to that of choose(). Raises the exceptions of wait().
         """
         came: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
 
@@ -373,9 +376,9 @@ class Placement:
             self._routing.held.leave(waiter)
 
     def choose_prefilling(self, *, fetching: bool = False) -> Replica | None:
-        """Have its prompt go to a replica that computes it for the one that will answer. None where
-        that one is to compute it, as it is where this was asked before. fetching: whether the one
-        that answers can be told where to fetch it.
+        """Send its prompt to a prefill replica, which is returned. None if the answering replica
+        should compute the prompt, or if this was called before. fetching: whether the answering
+        replica can fetch KV from an address.
         """
         if not self._divisible:
             return None
@@ -409,8 +412,8 @@ class Placement:
         return self.replica
 
     async def prefill(self, request: Request, context: Headers) -> str:
-        """Have the replica that choose_prefilling() has chosen compute the prompt. How that ended,
-        as its series has it. context: of its trace.
+        """Let the replica that choose_prefilling() has chosen compute the prompt. Returns how it
+        ended, by the names of the metric. context: of its trace.
         """
         routing, replica = self._routing, self.replica
         assert replica
@@ -449,7 +452,7 @@ class Placement:
         return self._routing.identity(caller, names, phase)
 
     def choose(self) -> Replica | None:
-        """Have it go to the best replica that was not tried. None if there is none."""
+        """Send it to the best replica that was not tried. None if there is none."""
         routing, features = self._routing, self.features
         now = time.monotonic()
         candidates = self.candidates(now)
@@ -541,7 +544,9 @@ class Placement:
         return NotReady(self._routing.pool.trouble(self.features.model))
 
     def decision(self) -> str:
-        """Which replica it goes to, and why: what that is expected to have of its prompt."""
+        """Its replica, and the reason: the part of its prompt that the replica is expected to have
+        cached.
+        """
         assert self.replica
         known = f"{described(self._reason[0])} of {self.features.tokens:,} tokens"
         prefilled = f", prefilled on {self._prefilled_on}" if self._prefilled_on else ""
@@ -588,8 +593,8 @@ class Placement:
             self._uncharged = 0
 
     def doubts(self, status: int) -> bool:
-        """Whether an error that its replica answers with may be the request's fault or the
-        replica's: the next replica's answer tells which.
+        """Whether an error of its replica may be the request's fault or the replica's. The next
+        replica's answer shows which.
         """
         assert self.replica
         suspect = self._trial or self.replica.breaker.suspect
@@ -602,7 +607,7 @@ class Placement:
         self._doubted, self._trial = (self.replica, self._trial), False
 
     def judge(self, status: int, now: float) -> None:
-        """Its replica has begun an answer, which tells whether the replica works."""
+        """Its replica has begun an answer, which shows whether the replica works."""
         assert self.replica
         breaker, trial, self._trial = self.replica.breaker, self._trial, False
         self.replica.refuses = status == 503

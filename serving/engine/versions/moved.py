@@ -40,7 +40,7 @@ def reasoning_ended(request: Any, parser: Any, prompt: list[int]) -> bool | None
 
 
 def _first(name: str) -> Any:
-    """Raises ModuleNotFoundError, which names the newest place, where no place has it."""
+    """Raises ModuleNotFoundError, which names the newest place, if no place has it."""
     newest, *before = PLACES[name]
     for place in (newest, *before):
         try:

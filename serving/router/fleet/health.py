@@ -175,10 +175,10 @@ class HealthChecks:
                 self._probes.clear()
 
     async def look(self) -> None:
-        """Have it known which replicas can serve by now: probe those that could not.
+        """Find out which replicas can serve by now: probe those that could not.
 
-        Another process of the router, or whoever has started a replica, may have seen before us
-        that it is ready.
+        Another process of the router, or the starter of a replica, may have seen earlier that it is
+        ready.
         """
         if not self._next_look or self._next_look.done():
             self._next_look = asyncio.create_task(self._look())

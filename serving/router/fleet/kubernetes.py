@@ -165,7 +165,7 @@ def _list_and_watch(source: Endpoints | Pool) -> Iterator[frozenset[str]]:
 
 
 def pod_urls(pods: Collection[Any], ports: Collection[int]) -> frozenset[str]:
-    """The base URLs of the pods to use, one for each port: those that are ready and not about to
+    """The base URLs of the pods to use, one for each port: pods that are ready and not about to
     end.
     """
     hosts = [it.status.pod_ip for it in pods if not it.metadata.deletion_timestamp and _ready(it)]
@@ -219,7 +219,9 @@ def _port(ports: Collection[Any], wanted: str | int | None) -> int | None:
 
 
 def _in_use(endpoint: Any) -> bool:
-    """Ready, where nothing said means yes; or serving; and not about to end."""
+    """Whether an endpoint is ready or serving, and not about to end. A missing `ready` means
+    yes.
+    """
     state = endpoint.conditions
     return state is None or (
         not state.terminating and (state.ready is not False or bool(state.serving))

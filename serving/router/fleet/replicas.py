@@ -119,7 +119,7 @@ class Replica(Load):
         return self.in_flight - in_flight, self.queued - queued, self.context - context
 
     def set_peer_load(self, load: Share) -> None:
-        """The router's other processes have this under way there."""
+        """Set the share of the load that the router's other processes have at this replica."""
         own, self._peer_load = self.own_load, load
         self.in_flight, self.queued, self.context = map(sum, zip(own, load, strict=True))
         if self.board:
@@ -156,7 +156,7 @@ class Replica(Load):
         return not before or before != facts.born
 
     def measure(self, facts: Facts) -> None:
-        """It has told how fast it is, and how full."""
+        """Record the replica's report of its speed and its cache usage."""
         self.prices, self.kv_usage = facts.prices, facts.kv_usage
         tokens, seconds = (
             now - before for now, before in zip(facts.computed, self._computed, strict=True)
@@ -175,7 +175,7 @@ class Replica(Load):
         return self._speed.seconds_per_unit
 
     def list_models(self, names: Sequence[str], adapters: frozenset[str]) -> None:
-        """It serves models by these names now, its own first. adapters: those of them that are."""
+        """Record the names of its models, its own first. adapters: the names that are adapters'."""
         self.model = next((name for name in names if name not in adapters), "")
         self.models, self.adapters = frozenset(names), adapters
 
@@ -190,7 +190,7 @@ class Replica(Load):
     async def connect(
         self, tls: ssl.SSLContext, *, once: bool = False, decoding: bool = False
     ) -> Upstream:
-        """A new connection. tls: for encrypted replicas. once: it carries one request alone.
+        """A new connection. tls: for encrypted replicas. once: it carries only one request.
         decoding: as Upstream has it. Raises OSError, TimeoutError.
         """
         loop = asyncio.get_running_loop()
@@ -285,10 +285,10 @@ class ReplicaPool:
         now: float,
         among: Set[str] | None = None,
     ) -> Candidates[Replica]:
-        """The replicas that a request can go to, without those it was tried on. model: the one of
-        `apart` that it names, or "". among: the endpoints that it may go to; None for all.
+        """The replicas that a request can go to, without those it was tried on.
 
-        Prefill replicas are among them only if there are no others.
+        model: the one of `apart` that it names, or "". among: the allowed endpoints; None for all.
+        Prefill replicas are included only if there are no others.
         """
         if now >= self._until:
             self._changed()
@@ -305,7 +305,7 @@ class ReplicaPool:
     def _groups(
         self, model: str, adapter: str, now: float, among: Set[str] | None
     ) -> Sequence[Candidates[Replica]]:
-        """The candidates, and those that follow where all of these were tried."""
+        """The candidates, and then further groups for the case that all of them were tried."""
         ready = self._ready_for(model, adapter, among)
         # Where all are in doubt, trying is better than giving up.
         lists = []
@@ -387,7 +387,7 @@ class ReplicaPool:
     # for discovery and health checks
 
     def update(self, urls: Set[str]) -> None:
-        """Have the replicas with these URLs, and no others."""
+        """Set the replicas: those with these URLs, and no others."""
         for replica in [it for it in self.replicas if it.name not in urls]:
             log.info("a replica is gone", extra={"facts": replica.facts})
             # What it has under way goes on; a pod that ends answers it.
@@ -430,8 +430,8 @@ class ReplicaPool:
         self._check_probed()
 
     def list_models(self, replica: Replica, names: Sequence[str], adapters: frozenset[str]) -> None:
-        """A replica serves models by these names now, its own first. adapters: those of them that
-        are.
+        """Record the names of a replica's models, its own first. adapters: the names that are
+        adapters'.
         """
         before = replica.model, replica.models, replica.adapters
         replica.list_models(names, adapters)

@@ -91,7 +91,9 @@ class Downstream(FlowControl):
         place: Place,
         clients: set["Downstream"],
     ) -> None:
-        """place: its own among the connections. clients: those that are open, itself among them."""
+        """place: its place among the connections. clients: the open connections, including this
+        one.
+        """
         super().__init__()
         # what all connections share
         self._dispatch = dispatch

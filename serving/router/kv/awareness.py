@@ -31,7 +31,7 @@ from serving.router.policy.routing_request import RoutingRequest
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""Before a replica's events are followed again where that failed, at first and at most."""
+"""Seconds before a replica's events are followed again after a failure, at first and at most."""
 
 
 class KvAwareness:

@@ -40,7 +40,7 @@ QUEUED, QUEUED_LOG = 256, 1_000
 MALFORMED = 100
 """Number of malformed messages after which a replica is followed again, after a pause."""
 AGAIN_S = 0.05
-"""Before a log is read again from where it was found to miss a batch."""
+"""Seconds before a log with a missing batch is read again."""
 PARTS = 8
 """Maximum parts of a message; vLLM's have at most four."""
 
@@ -71,9 +71,10 @@ class SourcesRefused(Exception):
 
 def sources(answer: bytes, host: str) -> dict[int, Source]:
     """A replica's answer to /kv_event_sources, by rank, with its host instead of the wildcard.
+    Empty if it publishes no events, or has no log.
 
-    Empty where it publishes nothing, or without a log. host: IPv6 addresses are in brackets.
-    Raises SourcesRefused for more than RANKS, and for other places than TCP ports of the host.
+    host: IPv6 addresses are in brackets. Raises SourcesRefused for more than RANKS, and for
+    addresses other than TCP ports of the host.
     """
     try:
         by_rank = _read_sources(answer)
@@ -151,9 +152,9 @@ class Follower:
             await self._apply(rank, number, content)
 
     async def _caught_up(self, rank: int, source: Source) -> bool:
-        """Apply what the log has after the last batch that is known; whether that was all.
+        """Apply the log's batches after the last one that is known. Returns whether they were all.
 
-        Raises TimeoutError where the log does not answer.
+        Raises TimeoutError if the log does not answer.
         """
         last = self._index.positions.get((self._replica, rank))
         with _socket(zmq.DEALER, source.replay_endpoint) as replay:

@@ -177,7 +177,7 @@ def _framed(content: bytes) -> bytes:
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises OSError where a worker says that it will send more than an answer can have."""
+    """Raises OSError if a worker announces more bytes than an answer can have."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > LONGEST_ANSWER:
         raise OSError(f"a tokenizer's answer has {length} bytes")

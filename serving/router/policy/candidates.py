@@ -19,7 +19,7 @@ EXACT = 32
 ALIKE = 300
 """Loads that differ by less take turns, as policies.NEAR has it."""
 LOOKED_AT = 64
-"""Replicas that are looked at for the least loaded ones, where not all are candidates."""
+"""Replicas that are examined in the search for the least loaded ones, if not all are candidates."""
 TOP = 8
 """Replicas of a key's order that are kept."""
 MOST_KEYS = 10_000
@@ -56,8 +56,8 @@ class Board:
         heappush(self._guesses, (at, next(self._turns), load))
 
     def least(self, count: int, among: "Candidates[L]", now: float) -> list[Load]:
-        """So many of the candidates with the least load, or fewer: those that had no turn for
-        longest of those with about the same load.
+        """The candidates with the least load, at most `count`. Among about equal loads, those that
+        had no turn for longest come first.
         """
         while self._guesses and self._guesses[0][0] <= now:
             heappop(self._guesses)[2].settle(now)
@@ -104,7 +104,7 @@ class Homes:
         self._tops: dict[str, list[str]] = {}
 
     def order(self, key: str) -> Iterator[str]:
-        """All replicas' names, the one first that something with this key belongs to."""
+        """All replicas' names in the order of preference for this key."""
         if (top := self._tops.get(key)) is None:
             if len(self._tops) >= MOST_KEYS:
                 self._tops.clear()
@@ -193,7 +193,7 @@ class Candidates(Sequence[L], Generic[L]):
 
     @property
     def in_flight(self) -> float:
-        """The mean of requests under way at each, as it was a few choices ago."""
+        """The mean number of requests in flight at each, as of a few choices ago."""
         if self._good_for == 0:
             self._mean = sum([it.in_flight for it in self]) / len(self)
             self._good_for = (len(self) - 1) // EXACT

@@ -154,7 +154,9 @@ class _Cheapest:
         return found.values()
 
     def holders(self, request: RoutingRequest) -> Iterator[Collection[str]]:
-        """The names of replicas that have something of the prompt: first those that have most."""
+        """The names of replicas that have a part of the prompt, those with the largest part
+        first.
+        """
         return iter(())
 
     def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
@@ -181,7 +183,7 @@ class _Cheapest:
             del self._having[adapter]
 
     def _has(self, replica: Load, adapter: str) -> bool:
-        """Whether the replica has the adapter, most likely: it is of those that were used last."""
+        """Whether the replica most likely has the adapter: it is one of those used last."""
         used = self._adapters.get(replica.name, OrderedDict())
         while len(used) > replica.adapter_slots:
             self._unload(used.popitem(last=False)[0], replica.name)
@@ -198,7 +200,7 @@ def _some(names: Collection[str]) -> Sequence[str]:
 
 
 class PrefixAware(_Cheapest):
-    """The cheapest, where what a replica was sent before counts as cached."""
+    """The cheapest replica, if the prompts that a replica was sent before count as cached."""
 
     def __init__(self, index: PrefixIndex) -> None:
         super().__init__()
@@ -234,7 +236,9 @@ class Blocks(Protocol):
         """
 
     def holders(self, blocks: Mapping[int, Sequence[int]]) -> Iterator[Collection[str]]:
-        """The replicas whose engines have something of the prompt: first those that have most."""
+        """The replicas whose engines have a part of the prompt, those with the largest part
+        first.
+        """
 
     def expect(self, replica: str, blocks: Mapping[int, Sequence[int]], now: float) -> None:
         """The replica is about to compute these blocks."""
@@ -244,7 +248,7 @@ class Blocks(Protocol):
 
 
 class KvAware(PrefixAware):
-    """The cheapest, where what a replica has in its caches by its own account counts as cached.
+    """The cheapest replica, by the replicas' own reports of their caches.
 
     If a request has no tokens, or a replica's cache is unknown, it falls back to PrefixAware, which
     therefore always learns. The same holds for unreported caches: disks and shared stores, and

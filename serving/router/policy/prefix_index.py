@@ -55,7 +55,7 @@ class _Run:
         self.start = start
         self.before = before
         self.holders: dict[_Caches, _Part] = {}
-        """The caches that have a part of it."""
+        """The caches that have a part of the run."""
 
     def tokens(self, begin: int, end: int) -> int:
         """Tokens of its links between these."""
@@ -118,7 +118,9 @@ class _Caches:
             front.move_to_end(run)
 
     def shrink(self) -> Iterator[_Run]:
-        """Evict what there is no room for. Yields the runs that it has no more of."""
+        """Evict the surplus over each cache's size. Yields the runs that have left all its
+        caches.
+        """
         for level in range(LEVELS):
             while (surplus := self.counts[level] - self.sizes[level]) > 0:
                 yield from self._drop(level, surplus)
@@ -232,8 +234,8 @@ class PrefixIndex:
         return Reach(covered(engine), covered(memory), covered(disk), covered(shared))
 
     def holders(self, chain: Sequence[int]) -> Iterator[list[str]]:
-        """The replicas that have something of a prompt, by the runs of its chain: first those that
-        have most of it.
+        """The replicas that have a part of a prompt, by the runs of its chain, those with the
+        largest part first.
         """
         for run, _ in self._path(chain):
             yield [caches.replica for caches in run.holders if caches.replica]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests under way at one replica, and their cost for the next request."""
+"""The requests in flight at one replica, and their cost for the next request."""
 
 import dataclasses
 from collections import deque
@@ -49,11 +49,11 @@ class Load:
 
     name: str
     in_flight: int = 0
-    """Requests under way."""
+    """Requests in flight."""
     queued: int = 0
     """Their remaining work, in prompt tokens to compute."""
     context: int = 0
-    """Prompt tokens of all requests under way."""
+    """Prompt tokens of all requests in flight."""
     prices: Prices = DEFAULT_PRICES
     """The prices of loads from its tiers."""
     adapter_slots: int = ADAPTERS
@@ -105,6 +105,6 @@ class Load:
         self.computed(work)
 
     def settle(self, now: float) -> None:
-        """Take for computed what should be by now."""
+        """Count prompts as computed that should be by now."""
         while self._guessed and self._guessed[0][0] <= now:
             self.computed(self._guessed.popleft()[1])

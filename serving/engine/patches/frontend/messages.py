@@ -67,7 +67,7 @@ def _put_calls(_: Context) -> None:
 
 
 def _as_object(arguments: str) -> str:
-    """A call's arguments as a JSON object: of a call that was cut off, what there is of it."""
+    """A call's arguments as a JSON object. For a call that was cut off, the existing part."""
     try:
         found = partial_json_parser.loads(arguments)
     except ValueError:  # there is nothing yet
