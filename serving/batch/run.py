@@ -111,7 +111,7 @@ class Run:
         self._caller = msgspec.structs.replace(owned.caller, counted=False, phase="")
         self._input = store.content(self._batch.input_file_id)
         self._results = Results(store.content(owned.output), store.content(owned.errors))
-        self._end = Admitted(pipeline.admission)  # of no place: interactive requests have those
+        self._end = Admitted(pipeline.admission)  # without a place, unlike interactive ones
         self._broken: OSError | None = None
         self._looks = 0
 

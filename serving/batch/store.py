@@ -66,7 +66,7 @@ class Store:
         self._files = folder / "files"
         self._batches = folder / "batches"
         self._folder = folder
-        self._lock = threading.Lock()  # what is counted is not changed before it is kept
+        self._lock = threading.Lock()  # the counted files do not change before it is kept
         self._read: dict[int, str | None] = {}  # descriptors of contents that are read: owners
 
     def open(self) -> None:
@@ -328,7 +328,7 @@ class Store:
         found = _read(self._files / f"{name}.json", OwnedFile)
         if found:
             return found.file.expires_at <= now
-        return _age(path, now) >= UPLOAD_S  # of nobody
+        return _age(path, now) >= UPLOAD_S  # without an owner
 
     def _owned(self, folder: Path, kind: type[T]) -> Iterator[T]:
         return (found for path in self._records(folder) if (found := _read(path, kind)))

@@ -308,7 +308,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
     def _bypass(self, request: "Request") -> tuple[int, bool]:
         """Let a request be computed without the tiers."""
         self.scheduler_adapter.cleanup_lookup_result(request.request_id)
-        # A new one: what the old one says of blocks and hits does not hold any more.
+        # A new one: the old one's blocks and hits are no longer valid.
         self.request_trackers.pop(request.request_id, None)
         tracker = self._get_or_create_request_tracker(request)
         tracker.state = LMCacheMPRequestState.BYPASS_LMCACHE
@@ -341,7 +341,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         self._failed_loads.discard(request.request_id)
         self._kept_out.discard(request.request_id)
         self._handovers.end(request.request_id)
-        return kept, parameters or None  # which would stand in the client's answer
+        return kept, parameters or None  # which would be in the client's answer
 
     # in the workers
 

@@ -46,7 +46,7 @@ from serving.protocol import (
 )
 
 MEASURED = 1024  # tokens of the prompt that shows how fast the engine is
-_TRANSCRIPTION = "transcription"  # what vLLM calls it
+_TRANSCRIPTION = "transcription"  # vLLM's name of it
 TERM_S = 1.5  # between SIGTERM and SIGKILL of the engine's processes
 
 
@@ -293,7 +293,7 @@ def _build(args: Namespace, in_flight: dict[str, Any]) -> Any:
     registry.check_outputs()
     # Ctrl-C reaches every process of a terminal's group. The engine's processes inherit this
     # thread's mask and never see it: they are to work on while requests drain. Python's resource
-    # tracker unblocks the signal where it is started, so it is started first.
+    # tracker unblocks the signal when it starts, so it is started first.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -352,7 +352,7 @@ async def _serve(client: Any, args: Namespace, in_flight: dict[str, Any]) -> Vll
     routes = await in_thread(_routes, state, tasks, client, args)
     calls = Calls(client, routes, in_flight, prefilled)
     until_stopped = contextlib.AsyncExitStack()
-    await until_stopped.enter_async_context(lifespan(app))  # which freezes what the collector knows
+    await until_stopped.enter_async_context(lifespan(app))  # which freezes the collector's objects
     gc.set_threshold(*COLLECT)
     writing = next((it for it in ("generate", _TRANSCRIPTION) if it in tasks), None)
     task = writing or client.model_config.get_pooling_task(tasks)

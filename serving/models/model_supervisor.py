@@ -295,7 +295,7 @@ class Supervisor(Container):
             offer = await in_thread(self._planned_offer, name, url)
         except SettingsError as error:
             return Answer(number, 400, redacted("; ".join(error.faults)))
-        except Exception:  # of files that are not what they should be
+        except Exception:  # of files with wrong contents
             log.exception("planning a model failed", extra={"facts": {"model": name}})
             return Answer(
                 number, 400, f"the model {name} cannot be planned; the log has the reason"

@@ -117,11 +117,11 @@ class Peers:
         self._inbox, self._outboxes = link[:2] if link else (None, [])
         self._place = link.place if link else 0
         self._process = os.getpid()
-        # what the others have under way, and when they said so
+        # the others' requests in flight, and the times of their reports
         self._loads: dict[int, tuple[float, dict[str, Share]]] = {}
         self._held_there: dict[int, tuple[int, int]] = {}
         self._places: dict[int, int] = {}
-        # what is to be announced
+        # to be announced
         self._choices: list[_Choice] = []
         self._links = 0  # of those
         self._decode = msgspec.msgpack.Decoder(_Choices | _Session | _Loads | Seen).decode
@@ -193,7 +193,7 @@ class Peers:
     def _send(self, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message) if self._outboxes else b""
         for outbox in self._outboxes:
-            with contextlib.suppress(OSError):  # no room, or nobody there
+            with contextlib.suppress(OSError):  # no room, or no receiver
                 outbox.send(data)
 
     def _read(self) -> None:

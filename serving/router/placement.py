@@ -208,10 +208,10 @@ class Placement:
         self._among = among
         self._own: Row | None = None  # of several models in this container
         self._work: Work | None = None
-        self._reason = Held(), False  # what its replica should have, and whether it has its session
+        self._reason = Held(), False  # expected hits at its replica; whether by its session
         self._divisible = False
         self._prefilled_on = ""
-        self._prefilled: Fetch | None = None  # what the replica that is chosen next gets
+        self._prefilled: Fetch | None = None  # for the next replica that is chosen
         self.fetch: Fetch | None = None
         """The request for its current replica."""
         self._phase: Phase = ""  # of the request, that replicas are to do
@@ -307,7 +307,7 @@ class Placement:
             metrics.UNHELD.labels("shed").inc()
             raise Shed
         tokens = self.features.tokens
-        if candidates:  # what is cached may be cached elsewhere by its turn
+        if candidates:  # other replicas may have its prompt by its turn
             policy = copy.copy(self._policy)  # for what is not asked for no turn is taken
             tokens -= policy.choose(self.features, candidates, now).held.tokens
         kind = self._kind
@@ -408,7 +408,7 @@ class Placement:
             metrics.PREFILLS.labels("busy").inc()
             return None
         self._go(choice, now)
-        self.tried.pop()  # should nobody else be left, it can answer as well
+        self.tried.pop()  # if no other is left, it can answer as well
         return self.replica
 
     async def prefill(self, request: Request, context: Headers) -> str:
@@ -418,7 +418,7 @@ class Placement:
         routing, replica = self._routing, self.replica
         assert replica
         identity = routing.identity(request.caller, (replica.called,), "prefill")
-        assert identity is not None  # else nothing is computed apart
+        assert identity is not None  # else the prompt is not computed apart
         within = min(PREFILL_S, routing.timeouts.first_byte)
         began = time.monotonic()
         found = await prefill(replica, request, context, identity, routing.tls, within)
@@ -462,7 +462,7 @@ class Placement:
         bound = routing.affinity.replica(features.session) if features.session else None
         home = candidates.named(bound) if bound else None
         choice = Choice(home) if home else self._cheapest(candidates, now)
-        if self.inference and not home:  # what a session's own replica has is not looked up
+        if self.inference and not home:  # the cache of a session's replica is not looked up
             self._count_turn(choice, candidates)
         self._go(choice, now)
         self._take_prefilled(self.replica)
@@ -598,7 +598,7 @@ class Placement:
         """
         assert self.replica
         suspect = self._trial or self.replica.breaker.suspect
-        bound = self._reason[1]  # to a session, which no other has
+        bound = self._reason[1]  # to a session, which no other replica has
         return is_error(status) and suspect and not bound and not self._doubted
 
     def doubt(self) -> None:

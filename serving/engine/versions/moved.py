@@ -47,5 +47,5 @@ def _first(name: str) -> Any:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if not place.startswith(str(error.name)):
-                raise  # what it imports is missing
+                raise  # a module that it imports is missing
     raise ModuleNotFoundError(f"vLLM has none of {', '.join(PLACES[name])}", name=newest)

@@ -21,7 +21,7 @@ UPSTREAM_ADDRESS = "upstream.address"
 FULL_DUPLEX = pb.ProcessingMode.FULL_DUPLEX_STREAMED
 
 
-# what comes
+# incoming messages
 
 
 def headers(message: pb.HttpHeaders) -> Headers:
@@ -56,7 +56,7 @@ def served(message: pb.ProcessingRequest) -> str:
     return ""
 
 
-# what is answered
+# answers
 
 
 def _set(lines: Headers, removed: Iterable[bytes] = ()) -> pb.HeaderMutation:

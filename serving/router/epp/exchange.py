@@ -262,7 +262,7 @@ class Exchange:
         assert self._placement
         identity = self._placement.identity(request, *replicas[1:])
         lines = [(REQUEST_ID, request.id)]
-        removed = {IDENTITY}  # nobody but us says who a client is
+        removed = {IDENTITY}  # only we tell who a client is
         if identity is not None:
             removed = {*CREDENTIALS}
         if identity:

@@ -57,7 +57,7 @@ class EndpointPicker:
     async def start(self) -> None:
         """Listen. Raises CannotListen, and OSError if a file of TLS cannot be read."""
         settings = self._settings
-        # gRPC shares the port with whoever has it, and of a port that is taken it says nothing.
+        # gRPC shares a port that another program has, and does not report a port that is taken.
         shared = settings.router_processes > 1
         bound(settings.host, settings.epp_port, shared=shared).close()
         server = self._server = grpc.aio.server(

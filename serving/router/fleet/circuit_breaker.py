@@ -127,7 +127,7 @@ class CircuitBreaker:
         """From when on allows() has another answer, as far as is known."""
         return self._until if self.reason and now < self._until and not self._trial else math.inf
 
-    # what becomes of its requests
+    # results of its requests
 
     def begin(self, now: float) -> bool:
         """A request goes to the replica. Whether it is a trial, whose end must be reported."""

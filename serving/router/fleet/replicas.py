@@ -77,7 +77,7 @@ class Replica(Load):
         """When it last began an answer that shows that it works."""
         self.refuses = False
         """Whether it took no connection, or answered 503, since it was last asked or answered."""
-        # what it says of itself
+        # its facts about itself
         self.state = State.UNKNOWN
         self.detail = ""
         self.called = ""
@@ -99,7 +99,7 @@ class Replica(Load):
         self.transfer = ""
         """All as its Facts have them."""
         self._born: bytes | None = None
-        # what it tells of its work, again and again
+        # its repeated reports of its work
         self.kv_usage: float | None = None
         """As its Facts have it."""
         self._computed = 0.0, 0.0
@@ -390,7 +390,7 @@ class ReplicaPool:
         """Set the replicas: those with these URLs, and no others."""
         for replica in [it for it in self.replicas if it.name not in urls]:
             log.info("a replica is gone", extra={"facts": replica.facts})
-            # What it has under way goes on; a pod that ends answers it.
+            # Its requests in flight go on; a pod that ends still answers them.
             self.replicas.remove(replica)
             del self.named[replica.name]
             replica.idle.close()

@@ -137,7 +137,7 @@ class Request:
         self.forwarded = False
         """Whether a streamed body was sent on to its end."""
         self._forwarding = False
-        # memory, and what is sent of the head
+        # memory, and the forwarded part of the head
         self._buffers = memory
         self.weight = HEADER * len(headers) + len(target)
         self.weight += sum([len(name) + len(value) for name, value in headers])

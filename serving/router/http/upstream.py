@@ -115,12 +115,12 @@ class Upstream(FlowControl):
 
     def _reset(self, *, head_only: bool) -> None:
         self._head_only = head_only
-        self._head: bytes | None = b""  # what has come of it; None once it was passed on
+        self._head: bytes | None = b""  # its received part; None once it was passed on
         self._headers: dict[bytes, bytes] = {}
         self._status = 0
         self._keep_alive = False
         self._complete = False
-        self._body: list[bytes] = []  # where it is decoded: what is not passed on yet
+        self._body: list[bytes] = []  # if it is decoded: the part that is not passed on yet
 
     def send(
         self,

@@ -96,7 +96,7 @@ class KvAwareness:
         The body is decoded a second time in a separate process, where templates run.
         """
         if request.path in NOT_GENERATED or request.path in AUDIO_PATHS:
-            return routing_request  # of which nothing is cached
+            return routing_request  # without cached tokens
         if not self._workers.ready.is_set():
             self._fallbacks.labels("tokenizer").inc()
             return routing_request

@@ -134,7 +134,7 @@ class Follower:
 
     async def _listen(self, rank: int, live: zmq.asyncio.Socket) -> None:
         """Apply events until a batch is missing or no event has come for a while."""
-        in_log = True  # what has come while the log was read
+        in_log = True  # messages that came while the log was read
         while True:
             if not await live.poll(0 if in_log else int(IDLE_S * 1000)):
                 if not in_log:
@@ -174,11 +174,11 @@ class Follower:
                 if number == _END:
                     return True
                 if last and number != last.number + 1:
-                    return False  # ZeroMQ drops what it cannot queue
+                    return False  # ZeroMQ drops messages that it cannot queue
                 last = await self._apply(rank, number, content)
 
     async def _apply(self, rank: int, number: int, content: bytes) -> Position:
-        # First the position: when the replica is forgotten meanwhile, that is too.
+        # The position comes first: it is forgotten with the replica.
         position = Position(number, hash(content))
         self._index.positions[self._replica, rank] = position
         await self._pause(1)

@@ -31,12 +31,12 @@ from serving.protocol import (
 from serving.router.kv import agents
 from serving.sources.locate import locate
 
-LARGEST_FILE = 64 * 1024**2  # bytes of what can belong to a tokenizer
+LARGEST_FILE = 64 * 1024**2  # bytes of a tokenizer's files
 
 _INVOCATIONS = re.compile(INVOCATIONS_PATH)
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _CHAT_KEYS = ("documents", "reasoning_effort")
-# Of what is apply_chat_template()'s own, this is also the template's and may come from clients.
+# The arguments of apply_chat_template() that templates also use; clients may set them.
 _GIVEN_ARGUMENTS = {"documents", "add_generation_prompt", "continue_final_message"}
 # Parameters that change the prompt in further ways.
 _CHANGING = ("chat_template", "prompt_embeds", "suffix", "truncate_prompt_tokens")

@@ -37,7 +37,7 @@ class Board:
 
     def __init__(self, loads: Iterable[Load]) -> None:
         self._turns = itertools.count()
-        self._listed: dict[Load, tuple[int, int]] = {}  # what its entry begins with
+        self._listed: dict[Load, tuple[int, int]] = {}  # the beginning of its entry
         self._heap: list[tuple[int, int, Load]] = []
         self._lighter: dict[Load, None] = {}
         self._guesses: list[tuple[float, int, Load]] = []
@@ -129,7 +129,7 @@ class Candidates(Sequence[L], Generic[L]):
         """homes: of the fleet that these are of, or of others. board: the fleet's."""
         self._all = loads
         self._names = {it.name: it for it in loads}
-        self._left: Sequence[L] | None = loads  # None where they are not yet listed
+        self._left: Sequence[L] | None = loads  # None if they are not listed yet
         self._without: frozenset[str] = frozenset()
         self._homes = homes or Homes([*self._names])
         self._board = board

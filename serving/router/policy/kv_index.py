@@ -130,7 +130,7 @@ class _Engines:
 
     def store(self, key: int, bit: int) -> None:
         """An engine has a block."""
-        # The number itself where there is no other: nothing is made for that.
+        # The number itself if it is the only one: this saves an object.
         self.holders[key] = others | bit if (others := self.holders.get(key)) else bit
 
     def evict(self, key: int, bit: int) -> None:

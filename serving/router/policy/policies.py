@@ -18,8 +18,8 @@ from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import NOTHING, NOWHERE, Held, Reach
 
-# What waiting costs, in prompt tokens that could be computed in the time. The figures are those
-# that did best in scripts/dev simulate; where others do as well, it says so.
+# Costs of waiting, in prompt tokens that could be computed in the time. The figures are those
+# that did best in scripts/dev simulate; equally good ones are named.
 UNCACHED = 2
 """Cost of each prompt token to compute, relative to a token to load. A computed token counts once
 for the waiting time and once for the tokens that it evicts. With 1, documents are computed on every

@@ -60,7 +60,7 @@ class Load:
     """Adapters that its engine keeps."""
     prefill_rate: float = PREFILL_RATE
     """Prompt tokens that its engine computes in a second."""
-    # When what is queued will be computed, where that can only be guessed.
+    # Guessed times at which queued prompts will be computed.
     _computed_at: float = dataclasses.field(default=0.0, init=False)
     _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
     board: "Board | None" = dataclasses.field(default=None, init=False)

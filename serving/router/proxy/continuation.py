@@ -85,7 +85,7 @@ def continuation(path: str, body: bytes) -> "Continuation | None":
         asked.get("stream") is not True
         or not (greedy or isinstance(asked.get("seed"), int))
         or any(asked.get(key) for key in _OTHERS)
-        or asked.get("logprobs", False) is not False  # 0 asks for some, too
+        or asked.get("logprobs", False) is not False  # 0 asks for some as well
         or "prompt_logprobs" in asked
         or asked.get("n", 1) != 1
         or asked.get("best_of", 1) != 1
@@ -132,7 +132,7 @@ class Continuation:
             body = _encode(keys | {"return_token_ids": True})
         self._asked = asked
         self._first = path, body
-        # what is asked now
+        # the current request
         self.path, self.body = path, body
         self._continues = False  # whether the client has the beginning already
         self._given = 0  # tokens of the answer that the replica was given
@@ -152,7 +152,7 @@ class Continuation:
         # the answer so far
         self._over = False  # whether it is not to be continued
         self._resumable = resumable
-        self._stamp: dict[str, Any] = {}  # what all events have
+        self._stamp: dict[str, Any] = {}  # fields of all events
         self._has_role = self._has_reason = self._has_usage = False
         self._prompt = array("I")
         self._tokens = array("I")
@@ -319,7 +319,7 @@ class Continuation:
         self._prompt, self._tokens = array("I"), array("I")
         self._texts.clear()
 
-    # where its replica fails
+    # after a failure of its replica
 
     def resume(self) -> bool:
         """Set `path` and `body` to a request for the rest. Returns whether a rest can be

@@ -31,7 +31,7 @@ after all the work that a replica has put into it in vain, the next one would do
 STOPPED_S = 5.0
 """A stream without a byte for this many seconds has stopped, if its replica is down as well."""
 
-# Of an answer's head: what is not passed on. The request's id is put there for all answers.
+# Lines of an answer's head that are not passed on. All answers get the request's id there.
 _DROPPED_1_0 = HOP_BY_HOP | {REQUEST_ID}
 _DROPPED = _DROPPED_1_0 - {b"transfer-encoding"}
 
@@ -81,7 +81,7 @@ class ProxiedRequest:
         # time
         self._began = self._progress_at = time.monotonic()
         self._first_byte_at: float | None = None
-        # trace, where there is one
+        # trace, if there is one
         self._trace = routing.trace(request)
         self._choosing: Span | None = None
         self._attempt: Span | None = None
@@ -469,7 +469,7 @@ class ProxiedRequest:
 
     def check_timeouts(self, now: float) -> None:
         """End it if it has waited for too long."""
-        if self._prefilling or self.placement.waiting:  # which have limits of their own
+        if self._prefilling or self.placement.waiting:  # which have separate limits
             return
         waited = now - self._progress_at
         timeouts = self._routing.timeouts
@@ -566,7 +566,7 @@ def _passed_on(head: bytes, headers: dict[bytes, bytes], dropped: frozenset[byte
     if dropped.isdisjoint(headers):
         return [head]
     named = {name.strip().lower() for name in headers.get(b"connection", b"").split(b",")}
-    dropped = dropped | (named - FRAMING)  # which its body has as it was
+    dropped = dropped | (named - FRAMING)  # the body keeps its framing
     return [
         line
         for line in head.split(b"\r\n")

@@ -29,7 +29,7 @@ def _put_bounds(_: Context) -> None:
             return super(Bounded, unbounded).build_tok_params(model)
 
     forms.read_as_one_form(Bounded)
-    serving.ChatCompletionRequest = Bounded  # by which it makes each chat of a message
+    serving.ChatCompletionRequest = Bounded  # makes each chat from messages
 
 
 def _put_tools(context: Context) -> None:
