@@ -83,7 +83,7 @@ class _Run:
         self.start = start
         self.before = before
         self.holders: dict[_Caches, _Part] = {}
-        """The caches that have a part of it."""
+        """The caches that have a part of the run."""
 
     def tokens(self, begin: int, end: int) -> int:
         """Tokens of its links between these."""
@@ -146,7 +146,9 @@ class _Caches:
             front.move_to_end(run)
 
     def shrink(self) -> Iterator[_Run]:
-        """Evict what there is no room for. Yields the runs that it has no more of."""
+        """Evict the surplus over each cache's size. Yields the runs that have left all its
+        caches.
+        """
         for level in range(LEVELS):
             while (surplus := self.counts[level] - self.sizes[level]) > 0:
                 yield from self._drop(level, surplus)
@@ -260,11 +262,11 @@ class PrefixIndex:
         return Reach(covered(engine), covered(memory), covered(disk), covered(shared))
 
     def holders(self, chain: Sequence[int]) -> Iterator[list[str]]:
-        """The replicas that have something of a prompt: first those that have most of it, then all
-        that have at least half as much, and so on.
+        """The replicas that have a part of a prompt: first those with the largest part, then all
+        with at least half as much, and so on.
 
-        Who has a run has all runs before it. So each replica is in a group of which all have at
-        least half of what it has.
+        A replica with a run has all runs before it. So each replica is in a group whose members
+        have at least half of its part.
         """
         groups: list[tuple[int, _Run]] = []  # each larger than those before
         for run, count in self._path(chain):
