@@ -47,7 +47,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_Reading._value msgspec.json.decode",
             "own_key msgspec.json.Decoder(kind).decode",
             "own_key.read decode",
-            "own_key.read msgspec.json.decode",
+            "own msgspec.json.decode",
         ],
         "serving/cache_hints/marks.py": [
             "- msgspec.json.Decoder(_Part).decode",

@@ -112,7 +112,7 @@ def test_a_library_is_used_in_its_room_only(library, home):
 
 
 OF_TOOLS = {
-    "bench": {"harness", "models"},
+    "bench": {"harness", "models", "routing_sim"},  # whose chains are as the router makes them
     "ceiling": {"bench", "harness", "models"},  # plain vLLM, as the benchmarks start it
     "chaos": {"harness", "models"},
     "routing_sim": set(),

@@ -5,7 +5,8 @@ import pytest
 import uvloop
 
 from tests.support.harness import ports, stub_replica
-from tools.bench.router import Failed, Load, Workload
+from tests.support.harness.closed_loop import Failed
+from tools.bench.router import Load, Workload
 
 STREAMS = Workload("two streams", 2, 150, rate=200)
 WHOLE = Workload("whole answers", 2, 150)

@@ -2,6 +2,7 @@
 """The requests under way at one replica, and their cost for the next request."""
 
 import dataclasses
+import math
 from typing import Protocol
 
 from serving.router.policy.tiers import DEFAULT_PRICES, Held, Prices
@@ -59,6 +60,10 @@ class Load:
     """Adapters that its engine keeps."""
     prefill_rate: float = PREFILL_RATE
     """Prompt tokens that its engine computes in a second."""
+    slots: int = 0
+    """Requests that it serves at once; 0 if it does not say."""
+    refuses: bool = False
+    """Whether it took no connection, or answered 503, since it was last asked or answered."""
     # When the prompts of requests will be computed, where that can only be guessed.
     _guessed: dict[Work, float] = dataclasses.field(default_factory=dict, init=False)
     board: "Board | None" = dataclasses.field(default=None, init=False)
@@ -68,6 +73,21 @@ class Load:
     def waiting(self) -> float:
         """The cost of a request here because of the requests before it."""
         return self.queued + PER_REQUEST * self.in_flight + self.context / CONTEXT
+
+    @property
+    def room(self) -> float:
+        """The number of requests that it can take more at once; one that does not say is never
+        full.
+        """
+        if self.refuses:
+            return 0
+        return max(self.slots - self.in_flight, 0) if self.slots else math.inf
+
+    def refuse(self, refuses: bool) -> None:
+        """Set whether it refuses requests."""
+        before, self.refuses = self.refuses, refuses
+        if before and not refuses and self.board:
+            self.board.lighten(self)
 
     @property
     def settles_at(self) -> float | None:

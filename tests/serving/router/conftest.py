@@ -16,6 +16,7 @@ from serving.access.caller import Caller
 from serving.access.signed_identity import Signer
 from serving.router.fleet import health
 from serving.router.models.model_messages import Door
+from serving.router.peers import Link
 from serving.router.router import Router
 from tests.support.harness.wait import until_async
 
@@ -196,7 +197,11 @@ class Routed:
     """A router, its replicas, and a client of it."""
 
     def __init__(
-        self, fleet: list[FakeReplica], settings: dict[str, Any], models: Door | None = None
+        self,
+        fleet: list[FakeReplica],
+        settings: dict[str, Any],
+        models: Door | None = None,
+        link: Link | None = None,
     ) -> None:
         self.fleet = fleet
         listener = socket.create_server(("127.0.0.1", 0))
@@ -206,7 +211,7 @@ class Routed:
         self.url = f"http://127.0.0.1:{self.port}"
         urls = ",".join(it.url for it in fleet)
         options = Settings(**{"router_replicas": urls} | settings)
-        self.router = Router(options, {}, models=models)
+        self.router = Router(options, {}, link, models=models)
         self.task = asyncio.create_task(self.router.run(listener))
         self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
 
@@ -239,17 +244,22 @@ class Routed:
 
 @asynccontextmanager
 async def routing(
-    count: int = 2, wait: bool = True, models: Door | None = None, **settings: Any
+    count: int = 2,
+    wait: bool = True,
+    models: Door | None = None,
+    link: Link | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Routed]:
     """A router in front of this number of replicas. models: the door of a container with several.
-    settings: `knows` decides whether the replicas have the router's secret.
+    link: to another of its processes. settings: `knows` decides whether the replicas have the
+    router's secret.
     """
     knows = settings.pop("knows", True)
     fleet = [FakeReplica() for _ in range(count)]
     for it in fleet:
         it.secret = settings.get("router_secret") if knows else None
         await it.start()
-    routed = Routed(fleet, settings, models)
+    routed = Routed(fleet, settings, models, link)
     try:
         if wait:
             await routed.ready()

@@ -16,13 +16,24 @@ from serving.router.policy.policies import (
     ADAPTER_LOAD,
     AWAY,
     BATCH,
+    MOST_ADAPTERS,
     NEAR,
     KvAware,
     PrefixAware,
     RoundRobin,
     Session,
 )
-from serving.router.policy.prefix_index import CHUNK, DEFAULT_TOKENS, TTL_S, PrefixIndex, chain
+from serving.router.policy.prefix_index import (
+    CHUNK,
+    DEFAULT_TOKENS,
+    FAR,
+    MIDDLE,
+    TTL_S,
+    PrefixIndex,
+    chain,
+    covered,
+    within,
+)
 from serving.router.policy.replica_load import PER_REQUEST, PREFILL_RATE, Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Capacity, Held, Prices, Reach, described
@@ -115,6 +126,14 @@ def test_an_adapter_is_loaded_where_it_is_already():
     assert policy.choose(asked, fleet(has=(many, 0), **other), 1).replica.name == "not"
     policy.forget("has")
     assert policy.choose(asked, fleet(has=(20, 0), **other), 1).replica.name == "not"
+
+
+def test_names_of_adapters_that_clients_make_up_are_not_kept_for_ever():
+    """A session's own replica is not measured, which is when adapters without room are dropped."""
+    policy = Session()
+    for n in range(MOST_ADAPTERS + 50):
+        policy.learn(RoutingRequest(adapter=f"a{n}", session=f"s{n}"), "r0", n)
+    assert len(policy._adapters["r0"]) == len(policy._having) == MOST_ADAPTERS
 
 
 def test_a_replica_has_as_many_adapters_as_it_has_room_for():
@@ -248,6 +267,25 @@ def test_the_longest_common_beginning_is_found():
     assert reached(index, "other", chain(b"a" * CHUNK, ""), 1) == 0
 
 
+@given(st.integers(0, 2 * FAR.begin), st.integers(0, 2 * FAR.begin))
+def test_links_are_wider_further_out(size, change):
+    """What is known of a prompt is short by less than one link, wherever it changes."""
+    text = b"a" * size
+    links = chain(text, "")
+    assert len(links) == within(size // 4)
+    assert within(covered(len(links))) == len(links)
+    assert not {*links} & {*chain(text, "other")}
+    same = min(change, size)
+    other = chain(text[:same] + b"b" * (size - same + 1), "")
+    equal = [one == two for one, two in zip(links, other, strict=False)]
+    known = sum(equal)
+    assert equal == sorted(equal, reverse=True)
+    assert known == within(same // 4)
+    missed = same - 4 * covered(known)
+    most = same / 8 if same >= FAR.begin else same / 4 if same >= MIDDLE.begin else CHUNK
+    assert 0 <= missed <= most
+
+
 def test_what_has_not_come_for_long_is_taken_for_evicted():
     index = PrefixIndex()
     index.insert("r", chain(b"a" * CHUNK, ""), 0)
@@ -272,22 +310,23 @@ def test_an_index_is_as_large_as_the_cache_it_stands_for():
 
 def test_without_a_size_an_index_is_bounded():
     index = PrefixIndex()
-    for n in range(20):
-        index.insert("r", chain(b"%04d" % n * CHUNK * 300, ""), n)
-    held = index.held("r").engine
-    assert DEFAULT_TOKENS - CHUNK // 4 < held <= DEFAULT_TOKENS
+    texts = [b"%04d" % n * CHUNK * 300 for n in range(20)]
+    for n, text in enumerate(texts):
+        index.insert("r", chain(text, ""), n)
+    held, each = index.held("r").engine, len(chain(texts[0], ""))
+    assert DEFAULT_TOKENS - FAR.size // 4 < held <= DEFAULT_TOKENS
     # The run that is partly evicted still has its last links.
-    assert held * 4 // CHUNK <= index.links < held * 4 // CHUNK + 1200
+    assert index.links == each * -(-DEFAULT_TOKENS * 4 // len(texts[0]))
 
 
 def test_a_link_is_there_once_however_many_replicas_have_it():
     index = PrefixIndex()
     for n in range(50):
-        index.insert(f"r{n}", chain(b"s" * 20 * CHUNK + b"%04d" % n * CHUNK, ""), n)
-    assert index.links == 20 + 50 * 4
+        index.insert(f"r{n}", chain(b"s" * 10 * CHUNK + b"%04d" % n * CHUNK, ""), n)
+    assert index.links == 10 + 50 * 4
     for n in range(49):
         index.forget(f"r{n}")
-    assert index.links == 24
+    assert index.links == 14
     index.forget("r49")
     assert index.links == 0
 

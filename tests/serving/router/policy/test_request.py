@@ -8,7 +8,7 @@ import pytest
 from serving.cache_hints.intent import digest
 from serving.protocol import ADAPTER_ID, CLASSIFY, EMBEDDINGS, PAIRS_PATHS, POOLING
 from serving.router.policy.prefix_index import CHUNK
-from serving.router.policy.routing_request import RequestReader
+from serving.router.policy.routing_request import LONGEST_ADAPTER, RequestReader
 from tests import agents
 
 JSON = {b"content-type": b"application/json"}
@@ -141,6 +141,12 @@ def test_adapters(body, headers, adapter):
     assert asked(body, headers).adapter == adapter
 
 
+def test_a_name_that_is_too_long_for_an_adapter_is_none():
+    longest = "a" * LONGEST_ADAPTER
+    assert asked({"adapters": longest}).adapter == longest
+    assert asked({"adapters": longest + "a"}).adapter == ""
+
+
 @pytest.mark.parametrize(
     ("key", "body", "headers", "session"),
     [
@@ -154,6 +160,7 @@ def test_adapters(body, headers, adapter):
         ("customer", {"customer": "c", "user": "u"}, {}, "c"),
         ("Customer", {"user": "u"}, {b"customer": b"c"}, "c"),
         ("customer", {"user": "u"}, {}, ""),
+        ("customer", {"customer": ["c"]}, {}, ""),  # as servers have it
         ("customer", {"customer": "c"}, {b"x-amzn-sagemaker-session-id": b"s"}, "s"),
     ],
 )
