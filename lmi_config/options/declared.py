@@ -852,6 +852,15 @@ class Settings:
         help="A first token also differs if the log probability of any of the 20 most probable "
         "tokens differs by more than this.",
     )
+    kv_retention: int = _option(
+        integer(0, 86_400),
+        "OPTION_KV_RETENTION_S",
+        section=Section.KV_TIERS,
+        default=3600,
+        help="The most seconds that the tiers prefer the KV of a paused conversation to other KV, "
+        "whatever lifetime a request names (docs/guides/agents.md). With 0 they evict the least "
+        "recently used KV.",
+    )
     cache_salt_header: str | None = _option(
         text,
         "OPTION_CACHE_SALT_HEADER",
@@ -1419,7 +1428,7 @@ class Settings:
         return (*dict.fromkeys((name, "lmi", path, self.model_id)), *endpoint)
 
     def named(self, option: str) -> str:
-        """The name by which the operator set a field or a vLLM option; otherwise its variable."""
+        """The operator's name for a field or a vLLM option that is set; otherwise its variable."""
         return self.origins.get(option, PREFIX + option.upper())
 
     @property

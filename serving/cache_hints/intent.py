@@ -12,7 +12,7 @@ Sources: anthropic 2.11.0 and openai 3.52.0 (types of requests), vLLM 0.32 (`ses
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,8 +30,10 @@ from serving.protocol import (
 ID_BYTES = 256
 """Most bytes of a conversation's id."""
 USUAL_S = 300
-"""Seconds that the KV of a conversation stays useful, if no field names a lifetime: the shorter one
-of Anthropic's two. In recorded sessions 95 % of the pauses between turns are shorter.
+"""Seconds of a lifetime without a `ttl`: the shorter one of Anthropic's two."""
+CONVERSATION_S = 1800
+"""Seconds that the KV of a conversation stays useful, if no field names a longer lifetime. A
+longer one saves more tokens: docs/explanation/benchmarks.md, "Sessions of agents".
 """
 LEAST_S = 30
 """A shorter lifetime has no effect. NeMo Agent Toolkit sends 2.5 s by default."""
@@ -120,7 +122,7 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> str:
-        """The intent, for the client: "session=0123456789ab seconds=300 ignored=..."."""
+        """The intent, for the client: "session=0123456789ab seconds=1800 ignored=..."."""
         said = [
             f"session={self.session[:12] or '-'}",
             *([f"parent={self.parent[:12]}"] if self.parent else ()),
@@ -141,6 +143,19 @@ def digest(tenant: str | None, name: str) -> str:
     return hashlib.sha256(msgspec.json.encode(("session", tenant, name))).hexdigest()[:32]
 
 
+def own(headers: Mapping[bytes, bytes], header: bytes, values: Iterable[msgspec.Raw]) -> str:
+    """Return the conversation's id by the operator's own header, or by the first text of a body's
+    values; "" without one. header: in lower case, b"" for none.
+    """
+    if found := headers.get(header, b"").decode("latin-1"):
+        return found
+    for value in values:
+        with contextlib.suppress(*_UNREADABLE):
+            if value and (found := msgspec.json.decode(value, type=str)):
+                return found
+    return ""
+
+
 def own_key(name: str | None) -> Callable[[Mapping[bytes, bytes], bytes | bytearray], str]:
     """Return the reader of the header or body's key that the operator has named, or of nothing."""
     if not name:
@@ -150,13 +165,11 @@ def own_key(name: str | None) -> Callable[[Mapping[bytes, bytes], bytes | bytear
     decode: Callable[[bytes | bytearray], Any] = msgspec.json.Decoder(kind).decode
 
     def read(headers: Mapping[bytes, bytes], body: bytes | bytearray) -> str:
-        if found := headers.get(header, b"").decode("latin-1"):
-            return found
         try:
             value = decode(body).value
-            return msgspec.json.decode(value, type=str) if value else ""
         except _UNREADABLE:
-            return ""
+            value = NONE
+        return own(headers, header, (value,))
 
     return read
 
@@ -219,7 +232,7 @@ class _Reading:
         hints = self._object(_HINTS, nvext.agent_hints, _Hints) if nvext else None
         self._ignored += [_HINT + it for it in _WITHOUT_EFFECT if getattr(hints, it, None)]
         marked, kept, unused = self._marks()
-        lifetimes = [marked, kept, *self._lifetimes(nvext), USUAL_S if session else 0]
+        lifetimes = [marked, kept, *self._lifetimes(nvext), CONVERSATION_S if session else 0]
         return CacheIntent(
             session=session,
             parent=parent if parent != session else "",

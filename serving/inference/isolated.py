@@ -17,6 +17,7 @@ from serving.http.bodies import header
 from serving.inference.content import media
 from serving.inference.prepared import Prepared
 from serving.inference.request import InferenceRequest
+from serving.kv_cache import retention_hint
 from serving.kv_cache import salt as kv_salt
 from serving.lora.adapter import Adapter
 
@@ -25,10 +26,11 @@ LAST = 2**31 - 1
 
 
 class Isolated(NamedTuple):
-    """What separates a request from others in the engine.
+    """The values that isolate a request from others in the engine.
 
     body: its values, with the model's name. adapter, salt, name_medium, priority: as Call has them.
-    intent: of the request's conversation.
+    intent: the cache intent of the request's conversation. retention: the same for the KV cache
+    tiers.
     """
 
     body: dict[str, Any]
@@ -37,6 +39,7 @@ class Isolated(NamedTuple):
     name_medium: Callable[[str], str] | None
     priority: int | None
     intent: CacheIntent
+    retention: Mapping[str, object]
 
 
 async def isolate(
@@ -68,13 +71,15 @@ async def isolate(
         else:
             _require_known(found.model, settings)
     nameless = salt and path in protocol.AGENTS_PATHS
+    intent = _intent(request, prepared, tenant, hints)
     return Isolated(
         body,
         inner,
         None if path in protocol.TOKENIZER_PATHS else salt,
         functools.partial(kv_salt.scoped_name, salt) if nameless else None,
         _priority(request, settings),
-        _intent(request, prepared, tenant, hints),
+        intent,
+        {} if intent is NO_INTENT else retention_hint.told(intent, tenant, settings.kv_retention),
     )
 
 
@@ -95,7 +100,7 @@ def engine_call(
         salt=isolated.salt,
         name_medium=isolated.name_medium,
         priority=isolated.priority,
-        transfer=prepared.transfer,
+        transfer={**(prepared.transfer or {}), **isolated.retention} or None,
         trace=trace,
         session=isolated.intent.session or None,
         marked=isolated.intent.marked > 0,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from serving.access.signed_identity import new_name
+from serving.cache_hints.intent import NO_INTENT, CacheIntent
 from serving.router.fleet.health import Seen
 from serving.router.fleet.replicas import Replica
 from serving.router.policy.replica_load import Share
@@ -35,6 +36,7 @@ FORGET_S = 2.0
 """A process that has been silent for this many seconds has ended."""
 
 _NOTHING: Share = (0, 0, 0)
+_FINAL = CacheIntent(final=True)
 
 
 class _Choice(msgspec.Struct, array_like=True):
@@ -45,6 +47,7 @@ class _Choice(msgspec.Struct, array_like=True):
     chain: list[int]
     blocks: dict[int, list[int]] | None
     session: str
+    final: bool
 
 
 class _Choices(msgspec.Struct, tag=1, array_like=True):
@@ -105,8 +108,8 @@ class Peers:
     ) -> None:
         """replicas: by name, those whose loads are sent and set. learn: called with another
         process's choice for a request. bind: is called with a session and the replica that has
-        begun it. see: is called with another process's report about a replica. held: the requests
-        that this process holds, which others' loads may let go.
+        begun it, or "" where it has ended. see: is called with another process's report about a
+        replica. held: the requests that this process holds, which others' loads may let go.
         """
         self._replicas = replicas
         self._learn = learn
@@ -149,23 +152,25 @@ class Peers:
             loop.remove_reader(self._inbox)
 
     def announce(self, request: RoutingRequest, replica: str, work: int) -> None:
-        """A request goes to the replica, which has so much to do for it."""
+        """Announce that a request goes to a replica. work: prompt tokens that the replica must
+        compute.
+        """
         if not self._outboxes:
             return
         blocks = None
         if request.blocks is not None:
             blocks = {size: list(chain) for size, chain in request.blocks.items()}
         prompt = request.tokens, work, request.adapter, list(request.chain), blocks
-        session = "" if request.intent.final else request.session
         if not self._choices:
             asyncio.get_running_loop().call_later(CHOICES_S, self._flush)
-        self._choices.append(_Choice(replica, *prompt, session))
+        ends = request.intent.final
+        self._choices.append(_Choice(replica, *prompt, request.session, ends))
         self._links += len(request.chain) + sum(map(len, (blocks or {}).values()))
         if self._links > LINKS:
             self._flush()
 
     def announce_session(self, session: str, replica: str) -> None:
-        """The replica has begun a session."""
+        """The replica has begun a session; "" for one that has ended."""
         self._send(_Session(session, replica))
 
     def tell(self, seen: Seen) -> None:
@@ -226,6 +231,7 @@ class Peers:
                 chain=choice.chain,
                 blocks=choice.blocks,
                 session=choice.session,
+                intent=_FINAL if choice.final else NO_INTENT,
             )
             self._learn(request, choice.replica)
         self._add_up({choice.replica for choice in message.choices})

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request goes: the strategy's choice among the replicas that can serve it, and where it
-goes next if that one cannot. The proxy and the endpoint picker decide by this.
+"""The placement of a request: the strategy's choice among the replicas that can serve it, and the
+next replica if that one cannot. The proxy and the endpoint picker both use it.
 """
 
 import asyncio
 import copy
 import hashlib
 import logging
-import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
@@ -119,7 +118,9 @@ class Routing:
     identity: Callable[[Caller, Sequence[str], Phase], bytes | None]
     """The identity of the sender and the phase, for replicas of these names."""
     prefill_tokens: int
-    """Uncached tokens from which a prompt is computed on another server; 0 for never."""
+    """A prompt with at least this many uncached tokens is computed on another server; 0 for
+    never.
+    """
     continues: bool
     """Whether streams are completed by another replica where theirs fails."""
     routes: Routes
@@ -129,11 +130,11 @@ class Routing:
         it when another has computed their prompts.
         """
         pool, now = self.pool, time.monotonic()
+        coming = 0
+        if self.prefill_tokens:
+            coming = sum([it.in_flight for it in pool.of_role("prefill")])
         candidates = pool.candidates(kind.model, kind.adapter, (), now, kind.among)
-        if not self.prefill_tokens:
-            return any(it.has_room for it in candidates)
-        free = sum([it.slots - it.in_flight if it.slots else math.inf for it in candidates])
-        return free > sum([it.in_flight for it in pool.ready if it.role == "prefill"])
+        return candidates.has_room(coming + 1)
 
     def trace(self, request: Request) -> Span | None:
         """The span of a request that has come, where traces are sent."""
@@ -221,7 +222,9 @@ class Placement:
         self.features = _UNREAD
         self._tenant: str | None = None
         self.once = False
-        """Whether two replicas would make two of what it asks for: a session, a file, a batch."""
+        """Whether the request creates something (a session, a file, a batch), so that two replicas
+        would create it twice.
+        """
         self.tried: list[Replica] = []
         self.replica: Replica | None = None
         """The one that it is with."""
@@ -382,17 +385,16 @@ class Placement:
             return None
         if features.session and routing.affinity.replica(features.session):
             return None
-        now = time.monotonic()
-        decoding = [it for it in self.candidates(now) if it.role == "decode" and it.called]
-        if not decoding:
+        pool, now = routing.pool, time.monotonic()
+        if not pool.of_role("decode") or not (candidates := self.candidates(now)):
             return None
-        answers = self._policy.choose(features, self.candidates(now), now)
-        if answers.replica not in decoding or features.tokens - answers.held.tokens < least:
+        decoding, held = answers = self._policy.choose(features, candidates, now)
+        assert isinstance(decoding, Replica)
+        can = decoding.role == "decode" and decoding.called
+        if not can or features.tokens - held.tokens < least:
             return None
-        assert isinstance(answers.replica, Replica)
-        pool = routing.pool
         prefilling = pool.prefilling(
-            features.model, features.adapter, answers.replica, now, fetching=fetching
+            features.model, features.adapter, decoding, now, fetching=fetching
         )
         if not prefilling:
             metrics.PREFILLS.labels("none").inc()
@@ -433,8 +435,8 @@ class Placement:
         return end
 
     def identity(self, request: Request, *others: Replica) -> bytes | None:
-        """What tells its replica, or one of the others, who sends the request; b"" where that is
-        told nothing, None where it reads the client's credentials.
+        """The value that tells its replica, or one of the others, who sends the request. b"" if
+        that replica gets no identity; None if it reads the client's credentials.
         """
         assert self.replica
         caller, phase = request.caller, self._phase
@@ -473,7 +475,9 @@ class Placement:
         return conversations.choose(self._policy, self.features, candidates, now)
 
     def _count_turn(self, choice: Choice, candidates: Candidates[Replica]) -> None:
-        """Count a further turn of a conversation: what is computed again, and whether it moves."""
+        """Count a further turn of a conversation: the tokens computed again, and whether its
+        replica changes.
+        """
         conversations, features = self._routing.conversations, self.features
         if self.tried or (repeated := conversations.repeated(features)) is None:
             return
@@ -561,8 +565,9 @@ class Placement:
     def answered(self, headers: dict[bytes, bytes]) -> None:
         """Its replica has sent the head of an answer."""
         assert self.replica
-        if session := self._routing.affinity.learn(headers, self.replica.name, self._tenant):
-            self._routing.peers.announce_session(session, self.replica.name)
+        affinity = self._routing.affinity
+        if session := affinity.learn(headers, self.replica.name, self._tenant):
+            self._routing.peers.announce_session(session, affinity.replica(session) or "")
 
     def moved(self, now: float) -> None:
         """There was more of its answer at that time."""
@@ -599,7 +604,7 @@ class Placement:
         """Its replica has begun an answer, which tells whether the replica works."""
         assert self.replica
         breaker, trial, self._trial = self.replica.breaker, self._trial, False
-        self.replica.refuses = status == 503
+        self.replica.refuse(status == 503)
         self._answers = status < 400
         if status < 500:
             self.replica.answered_at = now
@@ -617,7 +622,7 @@ class Placement:
         """Its replica took no connection, or broke it off before it had answered."""
         assert self.replica
         trial, self._trial = self._trial, False
-        self.replica.refuses = True
+        self.replica.refuse(True)
         self.replica.breaker.unreachable(now, trial=trial)
 
     def _excuse(self, now: float) -> None:

@@ -25,21 +25,22 @@ class SessionAffinity:
         return self._replicas[session]
 
     def learn(self, headers: Mapping[bytes, bytes], replica: str, tenant: str | None) -> str | None:
-        """Read an answer's head. Returns the session that the replica has begun, if it has. tenant:
-        of the request.
+        """Read an answer's head. Returns the session that the replica has begun or ended, if any.
+        tenant: of the request.
         """
-        if NEW_SESSION_ID in headers:
-            name = headers[NEW_SESSION_ID].partition(b";")[0].strip().decode("latin-1")
-            session = digest(tenant, name)
-            self.bind(session, replica)
-            return session
-        if CLOSED_SESSION_ID in headers:
-            name = headers[CLOSED_SESSION_ID].strip().decode("latin-1")
-            self._replicas.pop(digest(tenant, name), None)
-        return None
+        if begun := headers.get(NEW_SESSION_ID):
+            name = begun.partition(b";")[0]
+        elif not (name := headers.get(CLOSED_SESSION_ID, b"")):
+            return None
+        session = digest(tenant, name.strip().decode("latin-1"))
+        self.bind(session, replica if begun else "")
+        return session
 
     def bind(self, session: str, replica: str) -> None:
-        """The replica has the session."""
+        """The replica has the session; "" where it has ended."""
+        self._replicas.pop(session, None)
+        if not replica:
+            return
         self._replicas[session] = replica
         if len(self._replicas) > LIMIT:
             self._replicas.popitem(last=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load generator, on stub replicas in this process."""
+"""The load generator, with stub replicas in this process."""
 
 import pytest
 import uvloop

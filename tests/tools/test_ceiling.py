@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of `bench ceiling`, on answers that are as they should be and on others, and what
-`profile` makes of samples.
+"""The load of `bench ceiling`, with correct and with faulty answers, and the report of `profile` on
+samples.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def loaded(answer, then_close=False):
             try:
                 await load.load([server.sockets[0].getsockname()[1]], 2, 60)
             finally:
-                await asyncio.sleep(0)  # the server's side of the connections ends, too
+                await asyncio.sleep(0)  # the server's side of the connections also ends
             return load
 
     return asyncio.run(run())

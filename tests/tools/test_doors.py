@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts that users and developers call, up to where an engine would start."""
+"""The scripts that users and developers call, up to the start of an engine."""
 
 import hashlib
 import os
@@ -44,7 +44,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def ready(root):
-    """The same, whose environment is set up already. It makes a model by saying its name."""
+    """A checkout whose environment is already set up. It makes a model by printing its name."""
     python = 'case "$*" in *tests.support.models.default*) echo "made for $*" ;; esac'
     for name in ("python", "python3.11"):
         program(root / ".venv/bin" / name, python)
@@ -53,7 +53,7 @@ def ready(root):
 
 
 def stamp(root, *more):
-    """Say that the environment is as the lock files are: the engine's, and more."""
+    """Record that the environment matches the lock files: the engine's, and more."""
     with (root / ".venv/.slipway").open("w") as file:
         for engine in ("cpu", "gpu"):
             locks = [root / f"requirements/{it}.txt" for it in (engine, *more)]
@@ -117,7 +117,7 @@ def test_what_is_ready_needs_no_uv(ready):
 
 
 def test_a_long_list_of_libraries_has_libnuma(root):
-    """`grep -q` ends before `ldconfig` has written all, which pipefail calls a fault."""
+    """`grep -q` ends before `ldconfig` has written everything, which pipefail treats as a fault."""
     program(root / "bin/ldconfig", "echo libnuma.so.1; seq 100000")
     checks = "set -euo pipefail; . scripts/env.sh; need_libnuma"
     path = f"{root}/bin:{os.environ['PATH']}"
@@ -231,7 +231,7 @@ def test_help_of_a_verb_lists_its_flags(root, door, words):
 def test_dev_lists_every_verb_and_every_bench():
     listed = call(ROOT, "dev").stdout
     benches = {it.stem for it in (ROOT / "tools/bench").glob("*.py")}
-    benches |= {"ceiling", "copies", "fleet", "agents"}  # in folders of their own
+    benches |= {"ceiling", "copies", "fleet", "agents"}  # in separate folders
     assert benches == set(re.findall(r"^  bench (\w+) {2,}\w", listed, re.MULTILINE))
     cases = re.findall(r"^ {4}([a-z][a-z| -]*)\)", (ROOT / "scripts/dev").read_text(), re.MULTILINE)
     verbs = {verb for case in cases for verb in case.split(" | ")}
@@ -261,7 +261,7 @@ def test_arguments_are_passed_on(ready, door):
 
 
 def test_a_router_gets_its_replicas_and_no_model(ready):
-    """It would tokenise for another model than the servers', and match nothing."""
+    """It would tokenise for another model than the servers', and never match."""
     assert call(ready, "route", "http://a:1", "http://b:1").stdout == (
         "route http://a:1 http://b:1; no model\n"
     )

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a router in front of replicas: requests/s, CPU, latency and streams, as ratios.
 
-The same two stub replicas (stub_replica.py) stand behind every arm: none ("direct": one replica, or
-for streams both, without a router), vllm-router with its cheapest policy and as many threads as it
-likes, and ours with each strategy, in one process or ("x2") in two, one with a line in the log for
-each request ("+log"), and some that send all traces ("+traces") or one in 100 ("+sampled"). Rounds
-of load go to the arms in turn, so that what else the machine does falls on all, and each round's
-figure is set against vllm-router's of the same round. Printed are medians over the rounds and, in
-brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
+All arms use the same two stub replicas (stub_replica.py):
+
+- "direct": no router; one replica, or both for streams.
+- vllm-router, with its cheapest policy and as many threads as it starts by default.
+- Slipway's router with each strategy, in one process or in two ("x2").
+- Slipway's router with a line in the log for each request ("+log"), and with all traces sent
+  ("+traces") or one in 100 ("+sampled").
+
+Rounds of load go to the arms in turn, so that other load on the machine affects all arms. Each
+round's figure is compared with vllm-router's of the same round. The output has medians over the
+rounds and, in brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
 
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
-never comes again. An answer that is not whole ends the benchmark. Nothing is pinned to CPUs. If
-load, replicas and router share two cores, requests/s depend on all three, and CPU only on the
-router.
+never repeats. An incomplete answer ends the benchmark. No process is pinned to CPUs. If load,
+replicas and router share two cores, requests/s depend on all three, and CPU only on the router.
 
 With --before, a checkout of another version is measured in the same rounds.
 """

@@ -15,9 +15,11 @@ LIMIT_S = 300.0  # of a round
 
 
 class Round(NamedTuple):
-    """One round of one arm. rate: of requests or tokens in a second; cpu: seconds of the serving
-    process (a model.py's included, the engine's not) for each; busy: cores that it used; events:
-    for each token of a stream; p50, p99: seconds that a request took; memory: bytes.
+    """One round of one arm.
+
+    rate: requests or tokens per second. cpu: CPU seconds of the serving process (with a model.py's,
+    without the engine's) for each request or token. busy: cores that it used. events: events per
+    token of a stream. p50, p99: seconds that a request took. memory: bytes.
     """
 
     rate: float

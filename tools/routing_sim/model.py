@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from serving.router.policy import kv_index
-from serving.router.policy.prefix_index import BYTES_PER_TOKEN, CHUNK
+from serving.router.policy.prefix_index import BYTES_PER_TOKEN, CHUNK, covered, within
 from serving.router.policy.routing_request import RoutingRequest
 
 REPLICAS = 7
 BLOCK = CHUNK // BYTES_PER_TOKEN
-"""Tokens of one link of the router's chains; the simulated engines' blocks are as large."""
+"""Tokens of one of the first links of the router's chains; the simulated engines' blocks are as
+large.
+"""
 _TOKEN = (1 << 31) - 1
 
 
@@ -24,8 +26,11 @@ def block_tokens(links: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of an engine: tokens/s of prompts, seconds of a step, seconds for each token of context that
-    a step reads, seconds for each request, tokens that its KV cache holds, bytes of a token's KV.
+    """An engine.
+
+    rate: tokens/s of prompts. step_s: seconds of a step. context_s: seconds for each token of
+    context that a step reads. overhead_s: seconds for each request. kv_tokens: tokens that its KV
+    cache holds. kv_bytes: bytes of a token's KV.
     """
 
     rate: float
@@ -75,6 +80,11 @@ def chain(parts: Parts, size: int, seed: int = 0) -> list[int]:
     return links
 
 
+def graduated(links: Sequence[int]) -> list[int]:
+    """Of the links of a prompt's blocks, those at which the router's chain of it has one."""
+    return [links[covered(n) // BLOCK - 1] for n in range(1, within(len(links) * BLOCK) + 1)]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A client's request and its result. after: the request that follows its end, and when.
@@ -113,7 +123,7 @@ class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
         keys = block_tokens(links) if tokenized else ()
         return cls(
             tokens=tokens,
-            chain=links,
+            chain=graduated(links),
             blocks={BLOCK: kv_index.chain(keys, BLOCK, kv_index.seed())} if tokenized else None,
             plain=True,
             adapter=f"adapter{request.adapter}" if request.adapter else "",

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from serving.router.policy import policies
 from serving.router.policy.kv_index import KvIndex
 from serving.router.policy.policies import Choice, Policy, Session
-from serving.router.policy.prefix_index import PrefixIndex
+from serving.router.policy.prefix_index import PrefixIndex, covered
 from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Held
-from tools.routing_sim.model import BLOCK, Prompt
+from tools.routing_sim.model import Prompt
 
 
 class Plain:
@@ -44,7 +44,7 @@ class LeastRequests(Plain):
 
 
 class Indexed(Plain):
-    """With our index in the place of theirs: their trees differ little in what they find."""
+    """Their strategy with our index: their trees find nearly the same prefixes."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
@@ -95,8 +95,8 @@ class CacheAware(Indexed):
         return Choice(min(replicas, key=lambda replica: self._inserted[replica.name]))
 
     def learn(self, request: RoutingRequest, replica: str, now: float) -> None:
-        known = self.index.reach(replica, request.chain, now).engine // BLOCK
-        self._inserted[replica] += len(request.chain) - known
+        known = self.index.reach(replica, request.chain, now).engine
+        self._inserted[replica] += covered(len(request.chain)) - known
         super().learn(request, replica, now)
 
 
@@ -124,8 +124,8 @@ class TheirPrefixAware(Plain):
 
 
 class TheirKvAware(Plain):
-    """Falls back to their session ring, or to the fewest requests of the last 60 s. What engines
-    hold stands for what LMCache holds.
+    """Falls back to their session ring, or to the fewest requests of the last 60 s. The engines'
+    contents represent LMCache's.
     """
 
     def __init__(self, index: KvIndex) -> None:

@@ -23,6 +23,7 @@ from lmi_config.plan.kv_tiers import POLICY, POLICY_SKIPPING_L1, SHARED_STORE
 from serving.follow import kept_in_thread
 from serving.kv_cache.lmcache.lookups import Lookups
 from serving.kv_cache.lmcache.prefetch_policy import CostAwarePrefetch, CostAwareStore
+from serving.kv_cache.lmcache.retention import Retention
 from serving.kv_cache.lmcache.shared_store import SharedStore
 from serving.kv_cache.patches import registry
 
@@ -30,6 +31,7 @@ from serving.kv_cache.patches import registry
 def run() -> None:
     """Run the server. Raises Unfit."""
     registry.apply_start()
+    registry.apply_retention(Retention())
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # its parent asks every 2 s
     prefetch, lookups = CostAwarePrefetch(), Lookups()
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patches of the cache server's process: those of each start, and those of a store."""
 
+from typing import Any
+
 from serving.kv_cache.patches import (
     abandoned_writes,
     disk_files,
     forgotten_workers,
     null_chunks,
+    retained_sessions,
     shared_events,
     summed_tenants,
     tiered_objects,
@@ -16,12 +19,17 @@ START = (
     *(abandoned_writes.PATCH, forgotten_workers.PATCH, null_chunks.PATCH, summed_tenants.PATCH),
     *(shared_events.SALTS, shared_events.TOKENS),
 )
-PATCHES = (*START, disk_files.PATCH, tiered_objects.PATCH)
+PATCHES = (*START, retained_sessions.PATCH, disk_files.PATCH, tiered_objects.PATCH)
 
 
 def apply_start() -> None:
     """Apply the patches of each start. Raises Unfit."""
     _apply(START)
+
+
+def apply_retention(retention: Any) -> None:
+    """Apply the patch of eviction. retention: as the patch has it."""
+    _apply((retained_sessions.PATCH,), retention)
 
 
 def apply_disk(folder: str) -> None:
@@ -34,7 +42,7 @@ def apply_tiered_storage() -> None:
     _apply((tiered_objects.PATCH,))
 
 
-def _apply(patches: tuple[patch.Patch, ...], *context: str) -> None:
+def _apply(patches: tuple[patch.Patch, ...], *context: Any) -> None:
     from lmcache.logging import init_logger
 
     patch.apply(patches, init_logger(__name__), *context)

@@ -55,8 +55,10 @@ DETAIL = 500
 """Maximum characters kept of a replica's state."""
 
 READINESS = (PING, HEALTH, MODELS)
-"""Paths of which the first that a server has says whether it can serve: Slipway's and SageMaker's,
-that of vLLM's Rust front end and most others, and what every server of OpenAI's API has."""
+"""Paths that report readiness. The router uses the first one that a server has: Slipway's and
+SageMaker's, then the path of vLLM's Rust front end and most others, then a path of every server
+with OpenAI's API.
+"""
 _ABSENT = frozenset((404, 405, 501))
 """Answers of servers that do not have a path."""
 
@@ -347,11 +349,11 @@ class Probe:
         if path == PING:
             headers = self._asking.access.challenge()
         else:
-            self._replica.called = ""
+            self._pool.call(self._replica, "")
             headers = self._asking.headers(self._replica, path) if path == MODELS else {}
         status, answer, lines = await _get(self._client, self._replica.name + path, headers)
         if path == PING:  # with each answer anew: another server may have its address by now
-            self._replica.called = self._asking.access.name_of(headers, lines)
+            self._pool.call(self._replica, self._asking.access.name_of(headers, lines))
         return status, answer
 
     async def _meet(self) -> bool:
@@ -409,8 +411,8 @@ class _Ping(msgspec.Struct):
 
 
 def _read_ping(status: int, answer: bytes, path: str = PING) -> tuple[State, str]:
-    """What the answer of a path of READINESS says; other servers than ours say it by the status
-    alone.
+    """A server's state and its detail, by the answer of a path of READINESS. Servers other than
+    Slipway report only a status code.
     """
     try:
         ping = msgspec.json.decode(answer, type=_Ping)

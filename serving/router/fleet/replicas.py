@@ -75,8 +75,6 @@ class Replica(Load):
         self.breaker = CircuitBreaker()
         self.answered_at = 0.0
         """When it last began an answer that shows that it works."""
-        self.refuses = False
-        """Whether it took no connection, or answered 503, since it was last asked or answered."""
         # what it says of itself
         self.state = State.UNKNOWN
         self.detail = ""
@@ -94,7 +92,6 @@ class Replica(Load):
         """The facts about its KV caches, as far as known."""
         self.chunk = 0
         self.tenant_header: str | None = None
-        self.slots = 0
         self.role = "both"
         self.transfer = ""
         """All as its Facts have them."""
@@ -124,11 +121,6 @@ class Replica(Load):
         self.in_flight, self.queued, self.context = map(sum, zip(own, load, strict=True))
         if self.board:
             self.board.lighten(self)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it can take one more request at once; one that does not say is never full."""
-        return not self.refuses and (not self.slots or self.in_flight < self.slots)
 
     @property
     def has_tiers(self) -> bool:
@@ -183,7 +175,7 @@ class Replica(Load):
         """It was probed. Whether its state is another than before."""
         before, self.state, self.detail = self.state, state, detail
         self.settle(now)
-        self.refuses = False
+        self.refuse(False)
         self.idle.drop(IDLE_S)
         return state is not before
 
@@ -252,14 +244,16 @@ class ReplicaPool:
         # the candidates of each kind of request, while no replica changes
         self._kept: dict[tuple[str, str], Sequence[Candidates[Replica]]] = {}
         self._lists: dict[tuple[Replica, ...], Candidates[Replica]] = {}
+        self._roles: dict[str, list[Replica]] = {}
+        self._prefilling: dict[tuple[str, str, str, str, bool], Candidates[Replica]] = {}
         self._until = math.inf  # when one that is ejected may be tried
         self._homes = Homes(())
         self._board: Board | None = None
 
     @property
     def seconds_per_token(self) -> float:
-        """The time in which the mean replica computes a prompt token. After the last replica has
-        gone, the last mean stays; before any is known, it is assumed.
+        """Mean time, over the replicas, to compute one prompt token, in seconds. After the last
+        replica has left, the last mean stays; before the first is known, a default applies.
         """
         known = [it.seconds_per_token for it in self.replicas if it.seconds_per_token]
         if known:
@@ -292,11 +286,12 @@ class ReplicaPool:
         """
         if now >= self._until:
             self._changed()
-        groups = self._kept.get((model, adapter)) if among is None else None
+        kind = model, adapter if adapter in self.adapters else ""
+        groups = self._kept.get(kind) if among is None else None
         if groups is None:
-            groups = self._groups(model, adapter, now, among)
+            groups = self._groups(*kind, now, among)
             if among is None:
-                self._kept[model, adapter] = groups
+                self._kept[kind] = groups
         for group in groups:
             if left := group.without(tried):
                 return left
@@ -309,48 +304,72 @@ class ReplicaPool:
         ready = self._ready_for(model, adapter, among)
         # Where all are in doubt, trying is better than giving up.
         lists = []
-        for able in ([it for it in ready if it.breaker.allows(now)], ready):
+        for able in (self._allowed(ready, now), ready):
             lists += [tuple(it for it in able if it.role != "prefill"), tuple(able)]
-        self._until = min([self._until, *(it.breaker.allows_at(now) for it in ready)])
         if among is not None:
-            return [Candidates(it, self._homes) for it in dict.fromkeys(lists)]
+            return [self._candidates(it) for it in dict.fromkeys(lists)]
         if len(self._kept) >= MOST_KINDS:
             self._kept.clear()
             self._lists.clear()
-        if self._board is None and len(self.replicas) > EXACT:
-            self._board = Board(self.ready)
         return [self._listed(it) for it in dict.fromkeys(lists)]
+
+    def _allowed(self, ready: Sequence[Replica], now: float) -> list[Replica]:
+        """Those that are not ejected."""
+        self._until = min([self._until, *(it.breaker.allows_at(now) for it in ready)])
+        return [it for it in ready if it.breaker.allows(now)]
 
     def _listed(self, replicas: tuple[Replica, ...]) -> Candidates[Replica]:
         """They as candidates, for all kinds of requests the same."""
         if replicas not in self._lists:
-            self._lists[replicas] = Candidates(replicas, self._homes, self._board)
+            self._lists[replicas] = self._candidates(replicas)
         return self._lists[replicas]
+
+    def _candidates(self, replicas: Sequence[Replica]) -> Candidates[Replica]:
+        if self._board is None and len(self.replicas) > EXACT:
+            self._board = Board(self.ready)
+        return Candidates(replicas, self._homes, self._board)
 
     def _changed(self) -> None:
         """Another replica can, or cannot, take some kind of request."""
         self._kept.clear()
         self._lists.clear()
+        self._prefilling.clear()
+        self._roles.clear()
         self._until = math.inf
         if self._board:
             self._board = None
             for replica in self.replicas:
                 replica.board = None
 
+    def of_role(self, role: str) -> Sequence[Replica]:
+        """The ready replicas of this role."""
+        if not self._roles:
+            for replica in self.ready:
+                self._roles.setdefault(replica.role, []).append(replica)
+        return self._roles.get(role, ())
+
     def prefilling(
         self, model: str, adapter: str, answers: Replica, now: float, *, fetching: bool
-    ) -> list[Replica]:
+    ) -> Candidates[Replica]:
         """The replicas that can compute a prompt for one that answers. fetching: as
         hands_over_to() has it.
         """
-        return [
-            replica
-            for replica in self._ready_for(model, adapter, None)
-            if replica.role == "prefill"
-            and replica.called
-            and replica.hands_over_to(answers, fetching=fetching)
-            and replica.breaker.allows(now)
-        ]
+        if now >= self._until:
+            self._changed()
+        adapter = adapter if adapter in self.adapters else ""
+        kind = model, adapter, answers.capacity.store, answers.transfer, fetching
+        if kind not in self._prefilling:
+            if len(self._prefilling) >= MOST_KINDS:
+                self._prefilling.clear()
+            able = [
+                it
+                for it in self._allowed(self._ready_for(model, adapter, None), now)
+                if it.role == "prefill"
+                and it.called
+                and it.hands_over_to(answers, fetching=fetching)
+            ]
+            self._prefilling[kind] = self._candidates(able)
+        return self._prefilling[kind]
 
     def _ready_for(self, model: str, adapter: str, among: Set[str] | None) -> list[Replica]:
         ready = self.ready
@@ -428,6 +447,12 @@ class ReplicaPool:
             replica.abandon_prefills()
             self._on_gone(replica)
         self._check_probed()
+
+    def call(self, replica: Replica, name: str) -> None:
+        """A replica has proved that it has the secret and this name; "" without a proof."""
+        if replica.called != name:
+            replica.called = name
+            self._changed()
 
     def list_models(self, replica: Replica, names: Sequence[str], adapters: frozenset[str]) -> None:
         """A replica serves models by these names now, its own first. adapters: those of them that

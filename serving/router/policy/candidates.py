@@ -7,6 +7,7 @@ All that is asked of a fleet with a thousand replicas costs about as much as in 
 import copy
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, nlargest
@@ -41,6 +42,9 @@ class Board:
         self._heap: list[tuple[int, int, Load]] = []
         self._lighter: dict[Load, None] = {}
         self._guesses: list[tuple[float, int, Load]] = []
+        self._due: dict[Load, float] = {}  # the one entry of _guesses that counts
+        self._freed: list[Load] = []  # the latest, without the first ones
+        self._first = 0  # the number of those
         for load in loads:
             load.board = self
             self._list(load)
@@ -50,17 +54,35 @@ class Board:
     def lighten(self, load: Load) -> None:
         """The replica has less to do than before."""
         self._lighter[load] = None
+        if len(self._freed) >= len(self._listed):
+            self._first += len(self._freed)
+            self._freed.clear()
+        self._freed.append(load)
+
+    def freed(self, since: int) -> tuple[int, list[Load] | None]:
+        """How often a replica got lighter, and the ones that did after so many times. None for all:
+        they were too many to be kept.
+        """
+        start = since - self._first
+        return self._first + len(self._freed), self._freed[start:] if start >= 0 else None
 
     def guess(self, load: Load, at: float) -> None:
         """The replica will have less to do at this time."""
-        heappush(self._guesses, (at, next(self._turns), load))
+        if at < self._due.get(load, math.inf):
+            self._due[load] = at
+            heappush(self._guesses, (at, next(self._turns), load))
 
     def least(self, count: int, among: "Candidates[L]", now: float) -> list[Load]:
         """So many of the candidates with the least load, or fewer: those that had no turn for
         longest of those with about the same load.
         """
         while self._guesses and self._guesses[0][0] <= now:
-            heappop(self._guesses)[2].settle(now)
+            at, _, load = heappop(self._guesses)
+            if self._due.get(load) == at:
+                del self._due[load]
+                load.settle(now)
+                if (following := load.settles_at) is not None:
+                    self.guess(load, following)
         for load in self._lighter:
             if load in self._listed and _rank(load) < self._listed[load][0]:
                 self._list(load)
@@ -133,6 +155,9 @@ class Candidates(Sequence[L], Generic[L]):
         self._without: frozenset[str] = frozenset()
         self._homes = homes or Homes([*self._names])
         self._board = board
+        # those that may have room, of the fleet's board, as it was after so many changes
+        self._roomy: dict[str, L] = {}
+        self._looked = -1
         # the mean of requests under way, and for how many questions it is good
         self._mean, self._good_for = 0.0, 0
 
@@ -147,6 +172,7 @@ class Candidates(Sequence[L], Generic[L]):
             return self
         left = copy.copy(self)
         left._without, left._left = self._without | gone, None
+        left._roomy, left._looked = {}, -1
         return left
 
     def __len__(self) -> int:
@@ -190,6 +216,30 @@ class Candidates(Sequence[L], Generic[L]):
             start = random.randrange(len(self))
             some = [self[(start + n) % len(self)] for n in range(min(LOOKED_AT, len(self)))]
             yield from sorted(some, key=lambda it: it.waiting)[:count]
+
+    def has_room(self, requests: int) -> bool:
+        """Whether they can take so many more requests at once.
+
+        Of a large fleet only those are looked at that had room, or have become lighter since.
+        """
+        if self._board is None:
+            return sum([it.room for it in self]) >= requests
+        self._looked, freed = self._board.freed(self._looked)
+        if freed is None:
+            self._roomy = {it.name: it for it in self}
+        else:
+            self._roomy |= {it.name: own for it in freed if (own := self.named(it.name))}
+        found: float = 0
+        full = []
+        for name, it in self._roomy.items():
+            if not it.room:
+                full.append(name)
+            found += it.room
+            if found >= requests:
+                break
+        for name in full:
+            del self._roomy[name]
+        return found >= requests
 
     @property
     def in_flight(self) -> float:

@@ -19,7 +19,7 @@ from serving.router.policy.policies import (
     PrefixAware,
     cost_of,
 )
-from serving.router.policy.prefix_index import TOKENS
+from serving.router.policy.prefix_index import covered
 from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 
@@ -90,7 +90,7 @@ class Conversations:
             return None
         chain = request.chain
         same = [n for n, link in turn.points if n <= len(chain) and chain[n - 1] == link]
-        return max(same, default=0) * TOKENS
+        return covered(max(same, default=0))
 
     def learn(self, request: RoutingRequest, replica: str) -> None:
         """The request goes to the replica."""

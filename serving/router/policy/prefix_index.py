@@ -4,43 +4,72 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from serving.router.policy.hash_chain import leading, links
 from serving.router.policy.tiers import NOWHERE, Capacity, Held, Reach
 
-CHUNK = 512
-"""Bytes of a prompt in one link of a chain, some 128 tokens."""
 BYTES_PER_TOKEN = 4
 """Rough bytes per token of text and its JSON, for tokenizers of present models."""
-TOKENS = CHUNK // BYTES_PER_TOKEN
-"""Of one link."""
+CHUNK = 512
+"""Bytes of a prompt in each of the first links of its chain, some 128 tokens."""
 TTL_S = 1800.0
-"""A prompt that was not sent for so long is taken for evicted from an engine, and from a shared
-store: others use them too, unseen. Memory and disk are a replica's own, and larger.
+"""Seconds without a request after which a prompt counts as evicted from an engine and from a shared
+store. Other clients of the store evict, too, unseen by this router. A replica's memory and disk
+tiers are its own, and larger.
 """
 DEFAULT_TOKENS = 500_000
 """Assumed capacity of an engine's KV cache without a report."""
 DEFAULT_SHARED_TOKENS = 8_000_000
 """Assumed capacity of a shared store of unknown size."""
 MOST_TOKENS = 32_000_000
-"""Maximum of one cache: at most 250,000 links, some 30 MB if no other cache has them."""
+"""Maximum of one cache: at most 250,000 links, of short prompts, some 30 MB if no other cache has
+them.
+"""
 LEVELS = 3
 """An engine, its memory, its disk."""
 
 
+class Width(NamedTuple):
+    """The size of a chain's links, in bytes of the prompt, from one byte and link on."""
+
+    begin: int
+    first: int
+    size: int
+
+
+WIDTHS = Width(0, 0, CHUNK), Width(8_192, 16, 2_048), Width(65_536, 44, 8_192)
+"""A chain of 256 KB has 67 links instead of 500. The known part of a prompt is short of what was
+sent by less than one link: by a quarter at most, and from 64 KiB on by an eighth.
+"""
+NEAR, MIDDLE, FAR = WIDTHS
+
+
 def chain(prompt: bytes | memoryview, seed: object) -> list[int]:
-    """A link for each whole chunk of the prompt. seed: further values that must be equal."""
-    return links(prompt, CHUNK, hash(seed))
+    """A link for each whole piece of the prompt. seed: further values that must be equal.
+
+    Pieces begin at fixed places, so equal beginnings have equal links.
+    """
+    whole = memoryview(prompt)
+    found = links(whole[: MIDDLE.begin], NEAR.size, hash(seed))
+    if len(whole) > MIDDLE.begin:
+        found += links(whole[MIDDLE.begin : FAR.begin], MIDDLE.size, found[-1])
+    if len(whole) > FAR.begin:
+        found += links(whole[FAR.begin :], FAR.size, found[-1])
+    return found
 
 
 def covered(links: int) -> int:
     """Tokens of a prompt that its first links cover."""
-    return links * TOKENS
+    it = FAR if links >= FAR.first else MIDDLE if links >= MIDDLE.first else NEAR
+    return (it.begin + (links - it.first) * it.size) // BYTES_PER_TOKEN
 
 
 def within(tokens: int) -> int:
     """The number of first links that cover at most this number of tokens of a prompt."""
-    return tokens // TOKENS
+    size = tokens * BYTES_PER_TOKEN
+    it = FAR if size >= FAR.begin else MIDDLE if size >= MIDDLE.begin else NEAR
+    return it.first + (size - it.begin) // it.size
 
 
 class _Run:
@@ -231,11 +260,21 @@ class PrefixIndex:
         return Reach(covered(engine), covered(memory), covered(disk), covered(shared))
 
     def holders(self, chain: Sequence[int]) -> Iterator[list[str]]:
-        """The replicas that have something of a prompt, by the runs of its chain: first those that
-        have most of it.
+        """The replicas that have something of a prompt: first those that have most of it, then all
+        that have at least half as much, and so on.
+
+        Who has a run has all runs before it. So each replica is in a group of which all have at
+        least half of what it has.
         """
-        for run, _ in self._path(chain):
+        groups: list[tuple[int, _Run]] = []  # each larger than those before
+        for run, count in self._path(chain):
+            if not groups or len(run.holders) > len(groups[-1][1].holders):
+                groups.append((covered(run.start + count), run))
+        while groups:
+            (most, run), *groups = groups
             yield [caches.replica for caches in run.holders if caches.replica]
+            while len(groups) > 1 and 2 * groups[1][0] >= most:
+                del groups[0]
 
     def held(self, replica: str) -> Held:
         """Approximate number of sent tokens that the replica still has, by cache."""
@@ -282,7 +321,7 @@ class PrefixIndex:
             self._resize(pool, (0, *_tier_sizes(capacity, 0)))
 
     def forget(self, replica: str) -> None:
-        """The replica has started anew, or is gone. Its shared caches outlive it, while another
+        """Forget a replica that has restarted or left. Its shared caches remain while another
         replica has them.
         """
         self._capacity.pop(replica, None)

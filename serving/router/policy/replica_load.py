@@ -2,7 +2,7 @@
 """The requests under way at one replica, and their cost for the next request."""
 
 import dataclasses
-from collections import deque
+import math
 from typing import Protocol
 
 from serving.router.policy.tiers import DEFAULT_PRICES, Held, Prices
@@ -60,9 +60,12 @@ class Load:
     """Adapters that its engine keeps."""
     prefill_rate: float = PREFILL_RATE
     """Prompt tokens that its engine computes in a second."""
-    # When what is queued will be computed, where that can only be guessed.
-    _computed_at: float = dataclasses.field(default=0.0, init=False)
-    _guessed: deque[tuple[float, Work]] = dataclasses.field(default_factory=deque, init=False)
+    slots: int = 0
+    """Requests that it serves at once; 0 if it does not say."""
+    refuses: bool = False
+    """Whether it took no connection, or answered 503, since it was last asked or answered."""
+    # When the prompts of requests will be computed, where that can only be guessed.
+    _guessed: dict[Work, float] = dataclasses.field(default_factory=dict, init=False)
     board: "Board | None" = dataclasses.field(default=None, init=False)
     """The board that lists it by its load."""
 
@@ -72,9 +75,24 @@ class Load:
         return self.queued + PER_REQUEST * self.in_flight + self.context / CONTEXT
 
     @property
+    def room(self) -> float:
+        """The number of requests that it can take more at once; one that does not say is never
+        full.
+        """
+        if self.refuses:
+            return 0
+        return max(self.slots - self.in_flight, 0) if self.slots else math.inf
+
+    def refuse(self, refuses: bool) -> None:
+        """Set whether it refuses requests."""
+        before, self.refuses = self.refuses, refuses
+        if before and not refuses and self.board:
+            self.board.lighten(self)
+
+    @property
     def settles_at(self) -> float | None:
         """When the first guess comes true; None without one."""
-        return self._guessed[0][0] if self._guessed else None
+        return next(iter(self._guessed.values()), None)
 
     def begin(self, tokens: int, held: Held, streamed: bool, now: float) -> Work:
         """A request goes to the replica, which holds these of its prompt's tokens. streamed: its
@@ -85,10 +103,9 @@ class Load:
         self.queued += work.left
         self.context += tokens
         if not streamed:
-            self._computed_at = max(self._computed_at, now) + work.left / self.prefill_rate
-            self._guessed.append((self._computed_at, work))
+            self._guessed[work] = now + self.queued / self.prefill_rate
             if self.board:
-                self.board.guess(self, self._computed_at)
+                self.board.guess(self, self._guessed[work])
         return work
 
     def computed(self, work: Work) -> None:
@@ -102,9 +119,12 @@ class Load:
         """The request is over."""
         self.in_flight -= 1
         self.context -= work.tokens
+        self._guessed.pop(work, None)
         self.computed(work)
 
     def settle(self, now: float) -> None:
         """Take for computed what should be by now."""
-        while self._guessed and self._guessed[0][0] <= now:
-            self.computed(self._guessed.popleft()[1])
+        while (at := self.settles_at) is not None and at <= now:
+            work = next(iter(self._guessed))
+            del self._guessed[work]
+            self.computed(work)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts that strategies know of a request, and their extraction from its headers and body.
 
-Of a JSON body only the keys that matter are looked at, and prompts stay the bytes that they are,
-where they are; forms and files go on unread. Replicas validate bodies; a body that cannot be read
-here is still forwarded.
+Only the relevant keys of a JSON body are read, and prompts are neither decoded nor copied. Forms
+and files are forwarded unread. Replicas validate bodies; a body that cannot be read here is still
+forwarded.
 """
 
 import re
@@ -26,6 +26,8 @@ from serving.protocol import (
 )
 from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
 
+LONGEST_ADAPTER = 1_024
+"""Characters of a name that the router remembers as an adapter's; a longer one is none."""
 NEW_SESSION = "NEW_SESSION"
 """The value that begins a session, in the header or as a body's requestType."""
 _USER_KEYS = ("user_id", "user")
@@ -93,7 +95,7 @@ class _Keys(HintKeys):
 
 
 class _Message(msgspec.Struct):
-    """One of `messages`, as far as it may have media."""
+    """A message of `messages`, as far as it may have media."""
 
     content: msgspec.Raw = _NONE
 
@@ -111,10 +113,10 @@ class RequestReader:
         adapters: Collection[str],
         models: Collection[str] | None = (),
     ) -> None:
-        """session_key: the header or key of a JSON body that names a session, besides SageMaker's
-        header; None takes what is customary. adapters: names that are adapters' where a body has
-        them as its `model`; models: those of models that not all replicas serve; None for all
-        names. Both may change.
+        """session_key: the header, or key of a JSON body, that names a session, besides SageMaker's
+        header; None for the customary ones. adapters: names of adapters that a body may have as its
+        `model`. models: names of models that only some replicas serve; None for all names. Both may
+        change.
         """
         keys: tuple[str, ...] = ()
         if session_key:
@@ -162,7 +164,8 @@ class RequestReader:
                 system = _BILLS.sub(b"", system)
             prompt = memoryview(system + prompt)
             tokens += len(system) // BYTES_PER_TOKEN
-        adapter = self._adapter(headers, keys, target)
+        if len(adapter := self._adapter(headers, keys, target)) > LONGEST_ADAPTER:
+            adapter = ""
         tools = bytes(keys.tools)
         path = target.partition(b"?")[0]
         links: Sequence[int] = ()
@@ -170,7 +173,9 @@ class RequestReader:
             # What else decides whether KV caches of equal prompts are one.
             links = chain(prompt, (adapter, tenant, bytes(keys.cache_salt), tools))
         computed = path not in _UNCOMPUTED
-        own = self._own_session(headers, keys)
+        own = intent.own(
+            headers, self._session_header, (getattr(keys, it) for it in self._session_fields)
+        )
         named = own if self._session_header else ""
         hints = intent.read(headers, keys, body, tenant, own=named)
         return RoutingRequest(
@@ -200,15 +205,6 @@ class RequestReader:
             return queried
         if self._adapters and (model := _text(keys.model)) in self._adapters:
             return model
-        return ""
-
-    def _own_session(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
-        """The session's name by the operator's key, or by those of the strategy `session`."""
-        if session := headers.get(self._session_header, b"").decode("latin-1"):
-            return session
-        for field in self._session_fields:
-            if session := _text(getattr(keys, field)):
-                return session
         return ""
 
     def _session(
