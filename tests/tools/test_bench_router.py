@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load generator, on stub replicas in this process."""
 
+import json
+
 import pytest
 import uvloop
 
@@ -9,6 +11,7 @@ from tools.bench.router import Failed, Load, Workload
 
 STREAMS = Workload("two streams", 2, 150, rate=200)
 WHOLE = Workload("whole answers", 2, 150)
+CHATS = Workload("chats", 2, 32_000, chat=True)
 
 
 def loaded(workload, connection=stub_replica.Connection, seconds=0.1):
@@ -33,6 +36,26 @@ def test_clients_ask_again_until_the_time_is_over():
     (requests, elapsed), replica = loaded(WHOLE)
     assert requests == replica.requests > 2
     assert elapsed >= 0.1
+
+
+def test_prompts_have_their_size_and_their_number_at_the_end():
+    async def prompts(workload):
+        load = Load(workload, 1)
+        load.done.cancel()
+        return [load.next() for _ in range(2)]
+
+    for workload in (WHOLE, CHATS):
+        heads, bodies = zip(
+            *(it.split(b"\r\n\r\n") for it in uvloop.run(prompts(workload))), strict=True
+        )
+        assert all(
+            b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+            for head, body in zip(heads, bodies, strict=True)
+        )
+        first, second = (json.loads(it)["messages"] for it in bodies)
+        assert len(bodies[0]) == pytest.approx(workload.prompt, rel=0.3, abs=100)
+        assert first[-1]["content"] != second[-1]["content"]
+        assert len(first) == (40 if workload.chat else 1)
 
 
 class Cut(stub_replica.Connection):
