@@ -28,7 +28,7 @@ VLLM_SESSION_ID = b"x-session-id"
 """vLLM's id of a conversation, and OpenCode's."""
 CLAUDE_SESSION_ID = b"x-claude-code-session-id"
 CLAUDE_AGENT_ID = b"x-claude-code-agent-id"
-"""Claude Code's id of a sub-agent, which has a conversation of its own."""
+"""Claude Code's id of a sub-agent. A sub-agent has a separate conversation."""
 CONVERSATIONS = (
     b"x-dynamo-session-id",
     *(CLAUDE_AGENT_ID, CLAUDE_SESSION_ID),
@@ -46,7 +46,9 @@ PARENTS = (
 FINALS = (b"x-dynamo-session-final", b"x-slipway-session-final")
 """Headers that say `true` where no further turn of a conversation will come."""
 CACHE = b"x-slipway-cache"
-"""With any value, asks what was understood of the hints about caches. The answer has it."""
+"""With any value, asks for the server's reading of the hints about caches; the answer has it in the
+same header.
+"""
 
 DESTINATION = b"x-gateway-destination-endpoint"
 """The replica that the endpoint picker chose for the gateway: IP:PORT[,IP:PORT ...]."""

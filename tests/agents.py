@@ -2,7 +2,7 @@
 """Requests as agents send them: their keys, headers and kinds of items, with short texts.
 
 Sources: Codex's serialisation of requests (openai/codex, codex-rs: codex-api/src/common.rs,
-protocol/src/models.rs, tools/src/tool_spec.rs), and what Claude Code 2.1 sends.
+protocol/src/models.rs, tools/src/tool_spec.rs), and the requests of Claude Code 2.1.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 WHERE = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
-"""The only call there can be."""
+"""The only tool call that the model can make."""
 SCHEMA = {**WHERE, "additionalProperties": False}
 PERMISSIONS = "<permissions instructions>Ask first.</permissions instructions>"
 SURROUNDINGS = "<environment_context><cwd>/src</cwd></environment_context>"
@@ -78,7 +78,7 @@ def codex(task: str, *further: Mapping[str, Any], **more: Any) -> dict[str, Any]
 
 
 def codex_goes_on(call: Mapping[str, Any], result: Any) -> Turns:
-    """The items after a call: what the model thought, the call, and what came of it."""
+    """The items after a call: the model's reasoning, the call, and its result."""
     return [
         {"type": "reasoning", "summary": [], "encrypted_content": None},
         {
@@ -104,11 +104,11 @@ KEPT = {"type": "ephemeral"}
 
 
 def claude(task: str, *further: Mapping[str, Any], bill: str = "0f1a2", **more: Any) -> Any:
-    """A request of Claude Code. further: the messages after the task. bill: what is another in each
-    request.
+    """A request of Claude Code. further: the messages after the task. bill: the part of the billing
+    header that differs between requests.
     """
     billing = f"x-anthropic-billing-header: cc_version=2.1.69.b2a; cc_entrypoint=cli; cch={bill};"
-    last = {"cache_control": KEPT}  # is on the last message of each request
+    last = {"cache_control": KEPT}  # the last message of each request has it
     first = {
         "role": "user",
         "content": [
@@ -147,7 +147,7 @@ def claude(task: str, *further: Mapping[str, Any], bill: str = "0f1a2", **more: 
 
 
 def claude_goes_on(call: Mapping[str, Any], result: Any) -> Turns:
-    """The messages after a call: what the model thought, the call, and what came of it."""
+    """The messages after a call: the model's thinking, the call, and its result."""
     return [
         {
             "role": "assistant",
@@ -199,7 +199,7 @@ def codex_reads(text: str) -> list[dict[str, Any]]:
 
 
 def claude_reads(text: str) -> dict[str, Any]:
-    """The message that a stream adds up to, as Anthropic's clients do it."""
+    """The message that a stream adds up to, assembled as Anthropic's clients do it."""
     found = events(text)
     names = [name for name, _ in found]
     assert names[0] == "message_start"

@@ -11,7 +11,7 @@ from tools.hyperpod_local.operator import Operator
 
 @contextlib.contextmanager
 def kept(operator: Operator, seconds: float = 60) -> Iterator[list[str]]:
-    """The endpoint, once it is complete; what the stand-in says of it."""
+    """The endpoint, once it is complete, and the stand-in's report on it."""
     said: list[str] = []
     ending = threading.Event()
     with operator:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row of docs/explanation/security.md's table of bounds each place belongs to that reads.
+"""The reading calls of the code, by the row of docs/explanation/security.md's table of bounds that
+covers them.
 
-A place is a function of a file, and what it calls. tests/test_bounds.py finds all of them.
+A place is a function of a file and the call in it. tests/test_bounds.py finds all places.
 """
 
 from collections.abc import Mapping, Sequence
@@ -485,4 +486,6 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
         "_start code.load": "asks for what the file has; frames have the limit",
     },
 }
-"""Files → places → why none is wanted: what is read was bounded before, or is nobody else's."""
+"""Files → places → why they need no bound: the input was bounded before, or nobody else
+writes it.
+"""

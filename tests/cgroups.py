@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real memory limits, where the tests may make them."""
+"""Real memory limits, on machines that let the tests make them."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import pytest
 
 @contextlib.contextmanager
 def limited(memory: int) -> Iterator[Path]:
-    """A memory cgroup of its own with a limit in bytes; a process enters it by cgroup.procs."""
+    """A separate memory cgroup with a limit in bytes; a process enters it by cgroup.procs."""
     first = Path("/sys/fs/cgroup/memory")
     version_1 = first.is_dir()
     group = (first if version_1 else first.parent) / f"slipway-{os.getpid()}-{memory}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collector of traces, as far as senders see one: it takes OTLP over HTTP and over gRPC."""
+"""A collector of traces for senders: it accepts OTLP over HTTP and over gRPC."""
 
 import contextlib
 import gzip
@@ -50,7 +50,7 @@ class Received(NamedTuple):
 
 
 class Collector:
-    """What has come so far, and where it is sent to."""
+    """The spans received so far, and the addresses to send them to."""
 
     def __init__(self) -> None:
         self.spans: list[Received] = []
@@ -63,12 +63,12 @@ class Collector:
                 self.spans += [Received(about["service.name"], span) for span in of_scope.spans]
 
     def of(self, trace: str) -> list[Received]:
-        """The spans of a trace, in the order in which they began."""
+        """The spans of a trace, ordered by their start."""
         found = [it for it in self.spans if it.trace == trace]
         return sorted(found, key=lambda it: it.span.start_time_unix_nano)
 
     def environ(self) -> dict[str, str]:
-        """What makes a program send its spans here, at once."""
+        """Environment variables that make a program send its spans here at once."""
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.http,
             "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",

@@ -18,9 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).parent.parent
 MONITORING = ROOT / "deploy" / "monitoring"
 SERIES = ROOT / "tests/series.txt"
-"""What a server exports beside our own declared series: a name and its labels in each line.
+"""The series that a server exports beside our own declared ones: each line has a name and its
+labels.
 
-SLIPWAY_RECORD_SERIES=1 scripts/test e2e -k test_compose writes it anew.
+SLIPWAY_RECORD_SERIES=1 scripts/test e2e -k test_compose writes the file again.
 """
 VARIABLES = {"$server": ".*", "$__rate_interval": "1m"}
 OF_THE_SCRAPE = {"instance", "job"}
@@ -30,14 +31,16 @@ _OF_INFO = {
     "slipway_tenants": frozenset(("header",)),
     "slipway_role": frozenset(("role",)),
 }
-"""Labels that are given when a server begins, not when the series is declared."""
+"""Labels that are known when a server starts, not when the series is declared."""
 
 Known = dict[str, set[str]]
 """Labels by series."""
 
 
 def services(profile: str) -> dict[str, dict[str, Any]]:
-    """What Compose makes of compose.yaml and .env, whatever this process's environment says."""
+    """The services that Compose reads from compose.yaml and .env, independent of this process's
+    environment.
+    """
     command = [str(Path(sys.executable).parent / "docker-compose"), "--profile", profile]
     found = subprocess.run(
         [*command, "config", "--format", "json"], cwd=ROOT, env={}, capture_output=True, text=True
@@ -89,21 +92,23 @@ def alerts() -> Iterator[Query]:
 
 
 def recorded_rules() -> Iterator[Query]:
-    """Expressions that Prometheus keeps the values of, by the names of those."""
+    """The expressions whose values Prometheus records, by the names of the recorded series."""
     for rule in rules():
         if "record" in rule:
             yield Query(rule["record"], rule["expr"], frozenset())
 
 
 class Use(NamedTuple):
-    """What an expression needs: series with the labels they are chosen by, and other labels."""
+    """The series that an expression reads, each with the labels that select it, and its other
+    labels.
+    """
 
     series: list[tuple[str, set[str]]]
     labels: set[str]
 
 
 def used(text: str) -> Use:
-    """Raises ValueError where the text is no PromQL."""
+    """Raises ValueError if the text is not PromQL."""
     use = Use([], set())
 
     def visit(part: promql_parser.Expr) -> bool:
@@ -137,12 +142,12 @@ class Declared(NamedTuple):
 
     @property
     def documented(self) -> str:
-        """What the documentation calls it: a histogram without its parts."""
+        """The name in the documentation: a histogram without its parts."""
         return self.name if self.kind == "Histogram" else next(iter(self.exported))
 
     @property
     def exported(self) -> Known:
-        """What /metrics has of it."""
+        """The names and labels of this series in /metrics."""
         suffixes = {"Histogram": ("_bucket", "_sum", "_count"), "Info": ("_info",)}
         total = ("_total",) if self.kind.startswith("Counter") else ("",)
         return {
@@ -152,7 +157,9 @@ class Declared(NamedTuple):
 
 
 def declared(owner: str = "") -> Iterator[Declared]:
-    """All that the code declares, whether it can be imported here or not. owner: a folder of it."""
+    """Every series that the code declares, even if the code cannot be imported here. owner: a
+    folder of it.
+    """
     for file in (ROOT / "serving" / owner).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
@@ -162,14 +169,16 @@ def declared(owner: str = "") -> Iterator[Declared]:
 
 
 def _labels(call: ast.Call) -> list[str]:
-    """The one list of words among what a series is declared with."""
+    """The only list of words in a series' declaration."""
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     lists = [ast.literal_eval(value) for value in values if isinstance(value, ast.List)]
     return lists[0] if lists else []
 
 
 def exported(text: str) -> Known:
-    """What /metrics has; also counters that have not counted yet, of which it has only the type."""
+    """The series in /metrics. A counter that has not counted yet has only a type there; it is
+    included.
+    """
     found: Known = defaultdict(set)
     for family in text_string_to_metric_families(text):
         if family.type == "counter" and not family.samples:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis everywhere: no time limits on noisy machines, and the same examples in each run of CI,
-which is to judge a change and not to find what was there before it. AWS's clients are made quickly.
+"""Settings of Hypothesis for all tests: no time limits, because machines are noisy, and in CI the
+same examples in each run, because CI judges a change and does not search for older defects. AWS's
+clients are made quickly.
 """
 
 import functools
@@ -32,21 +33,21 @@ def _loaded(path: str) -> Any:
     return _load_file(JSONFileLoader(), path)
 
 
-# Every session reads megabytes of descriptions of services anew.
+# Otherwise every session reads megabytes of service descriptions again.
 setattr(JSONFileLoader, "load_file", lambda self, file_path: _loaded(file_path))  # noqa: B010
 
 
 def pytest_collection_finish() -> None:
-    """What is imported now stays: the collector would look at vLLM's millions of objects again and
-    again.
+    """Freeze all imported objects: the garbage collector would scan vLLM's millions of objects
+    again and again.
     """
     _freeze()
 
 
 @pytest.fixture
 def frozen_heap() -> None:
-    """The collector looks at new objects only, as in the server: what other tests have left would
-    take hundreds of milliseconds of a turn of the event loop.
+    """The garbage collector scans new objects only, as in the server: the objects that other tests
+    have left would take hundreds of milliseconds of a turn of the event loop.
     """
     _freeze()
 

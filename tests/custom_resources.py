@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of operators, held against the definitions that their projects publish.
+"""Validates operators' objects by the definitions that their projects publish.
 
-`crds/` has the schemas of what is below `spec`, each with its source. Left out are descriptions,
-defaults, and rules in CEL, which only an API server evaluates; and of LeaderWorkerSet its pods,
+`crds/` has the schemas below `spec`, each with its source. It leaves out descriptions, defaults,
+and rules in CEL, which only an API server evaluates. LeaderWorkerSet's schema leaves out its pods,
 which Kubernetes' own schemas check.
 """
 
@@ -16,7 +16,7 @@ Schema = dict[str, Any]
 
 
 def _strict(schema: Schema) -> Schema:
-    """The same, where a field that is not known is refused: an API server drops it."""
+    """The same schema, but it refuses unknown fields: an API server drops them."""
     found = dict(schema)
     if "properties" in schema:
         named = schema["properties"].items()
@@ -49,8 +49,8 @@ _SCHEMAS = dict(_read(file) for file in (Path(__file__).parent / "crds").glob("*
 
 
 def checked(document: dict[str, Any]) -> bool:
-    """Check an object, where there is a definition of its kind; whether there is. Raises
-    jsonschema.ValidationError for what a cluster would not take, or would drop.
+    """Check an object if its kind has a definition. Returns whether it has one. Raises
+    jsonschema.ValidationError if a cluster would refuse the object or would drop a part of it.
     """
     schema = _SCHEMAS.get(f"{document['apiVersion']} {document['kind']}")
     if schema:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each defence of docs/explanation/security.md is taken out, to see that its test fails."""
+"""For each defence of docs/explanation/security.md: how to remove it, to see that its test
+fails.
+"""
 
 import asyncio
 import base64
@@ -34,8 +36,8 @@ _QUADRATIC = re.compile(r"eyJ[\w-]{10,}\.(?P<rest>x)")
 
 
 class Removed(NamedTuple):
-    """test: one of those that the threat's row names, or one case of it. patches: place → what
-    stands there instead.
+    """test: a test that the threat's row names, or one case of it. patches: place → its
+    replacement.
     """
 
     test: str
@@ -77,7 +79,7 @@ def no(*_: Any, **__: Any) -> bool:
 
 
 def added_alone(self: Any, place: Any, **_: Any) -> None:
-    """As Connections.add, but that none is let go."""
+    """As Connections.add, but it never closes a connection."""
     self.open.add(place)
     self.idle[place] = None
 
@@ -91,7 +93,7 @@ def a_name(*_: Any, **__: Any) -> str:
 
 
 def for_anybody(self: Any, token: bytes) -> tuple[Caller, float]:
-    """What is signed, whoever it is for."""
+    """The signed claims, whoever the token is for."""
     claims = jwt.decode(token, self._secret, ["HS256"], options={"verify_aud": False})
     return msgspec.convert(claims["caller"], Caller), math.inf
 
@@ -101,7 +103,7 @@ async def unchanged_async(first: Any, *_: Any, **__: Any) -> Any:
 
 
 class OpenRouter(Router):
-    """Leads every path that is not listed to the engine's app."""
+    """Routes every path that is not listed to the engine's app."""
 
     def __init__(self, routes: Any, **more: Any) -> None:
         engine = next(it.app for it in routes if it.path.startswith("/v1/"))
@@ -109,8 +111,8 @@ class OpenRouter(Router):
 
 
 def in_child(module: str, statements: str) -> Callable[..., Awaitable[Any]]:
-    """What stands for asyncio.create_subprocess_exec: a process that runs this module runs these
-    statements first, in which the module is `it`.
+    """Replaces asyncio.create_subprocess_exec: a process that runs this module runs these
+    statements first. In them, `it` is the module.
     """
     start = asyncio.create_subprocess_exec
 
@@ -153,7 +155,7 @@ def unsigned(signer: Any, token: bytes) -> tuple[Caller, float]:
 
 
 def believed(token: Any, *_: Any, **__: Any) -> Any:
-    """The claims of a token, which nobody has verified."""
+    """The claims of a token, unverified."""
     return json.loads(base64.urlsafe_b64decode(token.split(b".")[1] + b"=="))
 
 
@@ -419,7 +421,7 @@ DEFENCES: Mapping[str, Removed] = {
         {"tools.sagemaker_local.server:check_signature": nothing},
     ),
     "Keys in logs, errors or files": Removed(
-        f"{ACCESS}test_keys.py::test_what_a_file_cannot_say",
+        f"{ACCESS}test_keys.py::test_faults_in_a_file_of_keys_are_refused",
         {"serving.access.keys:parsed": repeated},
     ),
     "One key's requests keep all others out, or cost without limit": Removed(
@@ -500,7 +502,7 @@ DEFENCES: Mapping[str, Removed] = {
         {"serving.observability.redaction:_READERS": ()},
     ),
     "Bodies of many values, or of values of many forms, which are slow to read": Removed(
-        "tests/serving/inference/test_limits.py::test_bodies_have_so_many_keys_and_values",
+        "tests/serving/inference/test_limits.py::test_the_keys_and_values_of_a_body_have_limits",
         {"serving.inference.content.fields:count": lambda *_: 0},
     ),
     "Endless heads, silent connections, slow bodies, too many connections": Removed(
@@ -549,7 +551,7 @@ DEFENCES: Mapping[str, Removed] = {
         {"handlers.isolation:environment": dict},
     ),
     "Code that prints without end holds the server or fills the log": Removed(
-        "tests/serving/lora/test_adapter_code.py::test_of_what_it_prints_so_much_is_logged",
+        "tests/serving/lora/test_adapter_code.py::test_a_bounded_part_of_its_output_is_logged",
         {"serving.user_code:BURST": 10**9},
     ),
     "A line that takes long to log, or ends the log": Removed(
@@ -663,7 +665,7 @@ DEFENCES: Mapping[str, Removed] = {
         {"serving.http.bodies:Bodies.__init__": bodies_of_any_size},
     ),
     "`n`, `logprobs`, `stop`, `bad_words` and other expensive parameters": Removed(
-        "tests/serving/inference/test_limits.py::test_one_request_asks_for_so_many_answers",
+        "tests/serving/inference/test_limits.py::test_the_number_of_a_requests_answers_has_a_limit",
         {"serving.inference.content.checks:check": nothing},
     ),
     "A long query compared with many documents": Removed(

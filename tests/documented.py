@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A line `$ …` of a console block, and what stands below it as its output."""
+    """A line `$ …` of a console block, and the output below it."""
 
     where: str
     line: str
@@ -72,7 +72,7 @@ def commands() -> Iterator[Command]:
 
 
 def _whole(line: str) -> bool:
-    """Whether a shell would not wait for more."""
+    """Whether the line is complete: a shell would not wait for more."""
     try:
         shlex.split(line, comments=True)
     except ValueError:

@@ -3,7 +3,8 @@
 
 The measure is CPU time, since it hardly depends on what else the machine does. It contains the
 processes that a test starts, once they have ended and their parents have waited for them.
-`--budget` fails a run that costs more.
+`--budget` fails a run that costs more. The last line has the machine's share of busy cores, with
+all else that it does: what is missing to 100 % is time in which every test waited.
 """
 
 import resource
@@ -11,6 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+import psutil
 import pytest
 
 
@@ -45,6 +47,8 @@ class Durations:
         self._budget: float | None = config.getoption("--budget")
         self._prints = not hasattr(config, "workerinput")
         self._measured = 0.0
+        self._busy = psutil.cpu_percent  # since its last call
+        self._busy()
         self._collecting = 0.0
         self._costs: dict[str, Cost] = {}
 
@@ -79,7 +83,8 @@ class Durations:
         for folder, cost in sorted(self._costs.items(), key=lambda it: -it[1].cpu_s):
             write(f"{cost.cpu_s:7.1f} s {cost.wall_s:8.1f} s on the clock {cost.tests:6}  {folder}")
         budget = "" if self._budget is None else f" of a budget of {self._budget:.0f} s"
-        write(f"{self.total_s():7.1f} s{budget}")
+        cores = f"{psutil.cpu_count()} cores were busy for {self._busy():.0f} % of the run"
+        write(f"{self.total_s():7.1f} s{budget}; {cores}")
         if self.over_budget():
             write("Over the budget: share servers, start fewer processes, or mark tests `nightly`.")
 

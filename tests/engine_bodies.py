@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies at the edges of what an engine can be asked for. Each is answered, or refused with a
-reason, and the engine works on, whatever else is in its batch.
+"""Request bodies at the limits of an engine. Each is answered, or refused with a reason, and the
+engine keeps running whatever else is in its batch.
 """
 
 import itertools
@@ -93,7 +93,7 @@ SAMPLED: dict[str, tuple[Any, ...]] = {
     "data_parallel_rank": (0, 5),
     "user": (5,),
 }
-"""Values of what all requests that generate may have, or most."""
+"""Values of parameters that all or most generating requests have."""
 
 LOGPROBS: tuple[dict[str, Any], ...] = (
     *({"logprobs": it} for it in (-2, -1, 0, 1, 20, 21, True, *LARGE)),

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine at our own port (serving.engine.base), which answers as vLLM does, and misbehaves when
-told to.
+"""An engine for the port serving.engine.base. It answers as vLLM does, and misbehaves on command.
 
-It "generates" the prompt's words in reverse, a word a token. Words of the prompt give orders:
-`wait` holds the answer until `gate` is set, `step` until `steps` lets one go on, `refuse` and
-`break` fail with a refusal and a failure, `raise` raises, and in a stream `fault` fails after the
-first token and `cut` raises there.
+It "generates" the prompt's words in reverse, a word a token. Words of the prompt are commands.
+`wait` holds the answer until `gate` is set, and `step` until `steps` lets one go on. `refuse` and
+`break` fail with a refusal and a failure, and `raise` raises. In a stream, `fault` fails after the
+first token, and `cut` raises there.
 
-It refuses what vLLM refuses: wrong bodies, types and models, and adapters that are loaded twice, or
-unloaded or pinned without having been loaded. tests/e2e/test_doubles.py compares the two.
+It refuses the same requests as vLLM: wrong bodies, types and models, and adapters that are loaded
+twice, or unloaded or pinned without having been loaded. tests/e2e/test_doubles.py compares the two.
 """
 
 import asyncio
@@ -52,8 +51,8 @@ def whole(make: Callable[[Call], Any]) -> Answer:
 
 
 def streaming(*events: bytes | Step | Exception) -> Answer:
-    """Answers with these events and steps. An exception among them is raised, and an error fails
-    the call.
+    """Answers with these events and steps. It raises an exception among them; an error among them
+    fails the call.
     """
 
     async def answer(call: Call, sink: Sink, usage: Usage) -> None:
@@ -74,7 +73,7 @@ def streaming(*events: bytes | Step | Exception) -> Answer:
 
 
 class _Body(msgspec.Struct):
-    """What both calls read of a body, with vLLM's types; keys that are not here are let through."""
+    """The keys of a body that both calls read, with vLLM's types. Other keys are ignored."""
 
     model: str | None = None
     stream: bool | None = False
@@ -88,21 +87,21 @@ class _Body(msgspec.Struct):
 
 
 class FakeEngine:
-    """names: what the model is called, the first of them in its list of models."""
+    """names: the model's names; the list of models has the first of them."""
 
     def __init__(self, names: tuple[str, ...] = ("fake",)) -> None:
         self.names = names
         self.failure: str | None = None
         self.stopped = False
         self.running = 0
-        self.most = 0  # that ever ran at once
+        self.most = 0  # the maximum that ever ran at once
         self.gate = asyncio.Event()
         self.steps = asyncio.Semaphore(0)
         self.bodies: list[dict[str, object]] = []
         self.request_ids: list[str] = []
         self.calls: list[Call] = []
         self.concurrency = 4
-        self.first_s = self.between_s = 0.0  # how long tokens take, as it says
+        self.first_s = self.between_s = 0.0  # the time per token that it reports
         self.embeds = self.classifies = self.hears = False
         self.loaded: list[str] = []
         self.loads: list[str] = []
@@ -162,7 +161,9 @@ class FakeEngine:
             raise NotLoaded(name)
 
     def require(self, call: Call, *needed: str) -> None:
-        """Raise what vLLM says of a body that it does not take. needed: keys that must be there."""
+        """Raise the errors that vLLM raises for a body that it refuses. needed: keys that must be
+        there.
+        """
         try:
             body = msgspec.convert(call.request, _Body)
         except msgspec.ValidationError as fault:
@@ -186,7 +187,7 @@ class FakeEngine:
         return {"0": {"endpoint": "tcp://*:5557"}}
 
     async def embeddings(self, call: Call, sink: Sink, usage: Usage) -> None:
-        """The length of each input; it is for models that embed only."""
+        """The length of each input. Only an embedding model has this call."""
         if not self.embeds:
             await self.nothing(call, sink, usage)
         self.require(call, "input")
@@ -250,7 +251,7 @@ class FakeEngine:
     async def stream(
         self, words: list[str], key: str, generated: list[str], call: Call, sink: Sink
     ) -> None:
-        """Events or steps; those between the first and the last are written where they come."""
+        """Events or steps; those between the first and the last are written at once."""
         sink.stream()
         for place, word in enumerate(reversed(words)):
             if place and "fault" in words:

@@ -2,7 +2,7 @@
 """`serve`, in front of the fake engine, or `route`, as a process with uvloop and few descriptors.
 
 python -m tests.few_descriptors serve|route DESCRIPTORS SETTINGS, which are JSON. It prints its
-port. SIGRTMIN: it takes all descriptors that are left. SIGRTMAX: it closes them.
+port. SIGRTMIN makes it open files until no descriptor is left, and SIGRTMAX makes it close them.
 """
 
 import json

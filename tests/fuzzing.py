@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long fuzzers run: SLIPWAY_FUZZ=20 for twenty times the examples. Where it is not set, a
-quarter: in CI they are the same each time, and find what a change breaks.
+"""How long fuzzers run: SLIPWAY_FUZZ=20 for twenty times the examples. The default is a quarter: in
+CI the examples are the same each time, and find the defects of a change.
 """
 
 import os

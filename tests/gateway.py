@@ -28,7 +28,9 @@ function envoy_on_request(handle)
   end
 end
 """
-"""What a gateway with a subset of its endpoints tells the picker; here the client names them."""
+"""Passes a subset of the endpoints to the picker, as a gateway does. Here the client names the
+subset.
+"""
 
 
 def configuration(
@@ -43,10 +45,10 @@ def configuration(
     replicas_ca: Path | None,
     **processing: str,
 ) -> dict[str, Any]:
-    """Envoy's configuration as gateways write it for an InferencePool. All are ports.
+    """Envoy's configuration as gateways write it for an InferencePool. All numbers are ports.
 
-    picker_tls: the picker is asked by TLS, and its certificate has to be of the authority in this
-    file; Path() for one that is not verified. replicas_ca: the same of the replicas.
+    picker_tls: a file with the authority that must have signed the picker's certificate, or Path()
+    to skip the verification; None for no TLS. replicas_ca: the same for the replicas.
     """
 
     def tls(authority: Path | None, *protocols: str) -> dict[str, Any]:
@@ -180,7 +182,9 @@ def gateway(
     replicas_ca: Path | None = None,
     **processing: str,
 ) -> Iterator[Program]:
-    """Envoy, listening. picker, replicas: ports. The rest: as configuration() has it."""
+    """A listening Envoy. picker, replicas: ports. The other parameters are those of
+    configuration().
+    """
     listen, admin = ports.free(), ports.free()
     file = folder / "envoy.json"
     found = configuration(

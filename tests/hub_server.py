@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small Hugging Face hub, in the process of the tests."""
+"""A small Hugging Face hub in the tests' process."""
 
 import contextlib
 import dataclasses
@@ -17,14 +17,16 @@ class Repo:
     files: dict[str, bytes]
     commit: str = "a" * 40
     refusal: tuple[int, str] | None = None  # status and X-Error-Code for everything
-    gated: bool = False  # the hub shows what a gated model has, and keeps its files
-    claims: dict[str, int] = dataclasses.field(default_factory=dict)  # sizes that are not true
-    hashes: dict[str, str] = dataclasses.field(default_factory=dict)  # SHA-256 that are not true
-    elsewhere: str = ""  # another host, to which who asks for a file is sent
+    gated: bool = False  # the hub lists a gated model's files, and does not serve them
+    claims: dict[str, int] = dataclasses.field(default_factory=dict)  # false sizes
+    hashes: dict[str, str] = dataclasses.field(default_factory=dict)  # false SHA-256
+    elsewhere: str = ""  # another host, the target of redirected file requests
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Answers what huggingface_hub asks to list and fetch models: three routes of the hub's API."""
+    """Answers huggingface_hub's requests to list and fetch models: three routes of the
+    hub's API.
+    """
 
     daemon_threads = True
 
@@ -39,7 +41,7 @@ class FakeHub(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: FakeHub
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or each answer takes 40 ms
+    disable_nagle_algorithm = True  # otherwise each answer takes 40 ms
 
     def log_message(self, format, *args):
         pass

@@ -30,7 +30,7 @@ from tests.support.programs import chromium
 
 ADMIN = "the-key-of-the-operator"
 TEAMS = {"search": "", "support": "support-tone", "batch": ""}
-"""Keys, and the adapter that each asks for."""
+"""Keys, and the adapter that each of them uses."""
 LOAD_S = 75.0
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1100, "height": 800}}
 SCREENS: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ class Screens:
 
 @contextmanager
 def _load(it: Program) -> Iterator[None]:
-    """Each team asks about documents, some of which it has asked about before."""
+    """Each team asks about documents, partly about the same ones as before."""
     over = threading.Event()
 
     def ask(team: str, user: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real S3 server (moto's), with a log of what is asked of it."""
+"""A real S3 server (moto's) that logs its requests."""
 
 import threading
 from urllib.parse import parse_qs
@@ -10,11 +10,11 @@ from werkzeug.serving import make_server
 
 
 class Watched:
-    """moto's server, with a log of what is asked of it and ways to make it difficult.
+    """moto's server, with a log of its requests and ways to make it difficult.
 
-    fetched: the objects that were asked for. listed: the prefixes of which it listed the objects.
-    answers: bucket → error code and status that it answers everything with. While `gate` is closed,
-    only first parts of objects are answered.
+    fetched: the requested objects. listed: the prefixes of its listings. answers: bucket → error
+    code and status of all its answers. While `gate` is closed, it serves only the first parts of
+    objects.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever reads bytes has a bound: each place is in a row of docs/explanation/security.md's table
-of bounds, or has a reason in tests/bounds.py.
+"""Every call that reads bytes has a bound: each place is in a row of docs/explanation/security.md's
+table of bounds, or has a reason in tests/bounds.py.
 """
 
 import ast
@@ -28,14 +28,14 @@ _READING = (
     "aiter_raw iter_content getvalue hget hgetall communicate check_output"
 )
 READING = frozenset(_READING.split())
-"""Names of functions that take bytes in, or make objects of them; `decode` with a value, and
-`stdin`, are others.
+"""Names of functions that read bytes, or make objects of them; `decode` with a value and `stdin`
+also count.
 """
 
 
 def sites(tree: ast.Module, file: str) -> Iterator[str]:
-    """Places that read: `file::function call`. Not calls of what is imported from our modules, or
-    defined in this one, which has places of its own.
+    """The places that read: `file::function call`. Calls of our functions are left out: these have
+    places themselves.
     """
     own = {it.name for it in tree.body if isinstance(it, ast.FunctionDef | ast.AsyncFunctionDef)}
     for it in ast.walk(tree):
@@ -53,7 +53,7 @@ def sites(tree: ast.Module, file: str) -> Iterator[str]:
 
     def reading(it: ast.AST, parent: ast.AST) -> str:
         if isinstance(it, ast.Attribute) and it.attr in ("decode", "stdin"):
-            # Not called here: a decoder that is kept under a name.
+            # A decoder that is kept under a name, and not called here.
             called = isinstance(parent, ast.Call) and parent.func is it
             decoder = it.attr == "decode" and "Decoder" in ast.unparse(it.value)
             stdin = it.attr == "stdin" and ast.unparse(it) == "sys.stdin"
@@ -91,7 +91,7 @@ KNOWN = [
 
 def test_every_place_that_reads_has_a_bound_or_a_reason():
     missing = sorted(FOUND - {*KNOWN})
-    assert not missing, "a row of tests/bounds.py, or a reason, is wanted of:\n" + "\n".join(
+    assert not missing, "these places need a row of tests/bounds.py, or a reason:\n" + "\n".join(
         missing
     )
 

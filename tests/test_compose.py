@@ -14,7 +14,7 @@ from tests import composed
 from tests.composed import MONITORING, OF_THE_SCRAPE, ROOT
 
 PORTS = {"valkey": 6379, "prometheus": 9090, "grafana": 3000}
-PORT = 8080  # of ours
+PORT = 8080  # of Slipway
 SERVERS = {"server-1", "server-2"}
 SERVICES = {*SERVERS, "router", *PORTS}
 
@@ -31,7 +31,7 @@ def services(profile):
 
 @pytest.fixture(scope="module")
 def hosts(services):
-    """The services by the host names that others know them by, the same in each profile."""
+    """The services by their host names, which are the same in each profile."""
     return {
         name: it
         for service, it in services.items()
@@ -59,7 +59,7 @@ def test_a_profile_has_all_services(services, hosts):
     assert len(services) == len(SERVICES)
 
 
-def test_profiles_differ_in_nothing_but_the_engine(hosts):
+def test_profiles_differ_only_in_the_engine(hosts):
     there = composed.services("cpu")
     for name, it in hosts.items():
         for key in ("command", "environment", "healthcheck", "mem_limit", "ports", "volumes"):
@@ -88,7 +88,7 @@ def test_images(services, profile):
 
 
 def test_options(services):
-    """Every variable is an option, and can be used."""
+    """Every variable is an option with a valid value."""
     for it in ours(services).values():
         read = settings.read(it["environment"])
         given = {name for name, value in it["environment"].items() if value}
@@ -138,7 +138,7 @@ def provisioned(file):
 
 
 def mounts(service):
-    """Where what is here is there."""
+    """Path in the container → path here."""
     return {it["target"]: it["source"] for it in service["volumes"] if it["type"] == "bind"}
 
 
@@ -161,7 +161,7 @@ def test_files_that_are_mounted_are_there(services, prometheus):
 
 
 def test_disk_tiers_are_on_disks(hosts):
-    """A disk tier in memory would be none, and two servers may not have the same."""
+    """A disk tier in memory would be useless, and two servers may not share one."""
     found = set()
     for name in SERVERS:
         path = settings.read(hosts[name]["environment"]).kv_disk_path

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README and docs/: what they show is what the programs take and print.
+"""README and docs/ show options that the programs accept, and output that they print.
 
-Each code block is executed, parsed or compared by its language; tests/e2e/test_docs.py sends what
-goes to a server. Names of options, files, series and links have to exist.
+Each code block is executed, parsed or compared, depending on its language; tests/e2e/test_docs.py
+sends the requests to a server. Names of options, files, series and links must exist.
 """
 
 import ast
@@ -37,7 +37,7 @@ PROGRAMS = {
     *("aws", "curl", "docker", "git", "grep", "helm", "kubectl", "pip", "printf", "python3", "tar"),
     "tail",
 }
-"""Programs of others that commands may call."""
+"""Other people's programs that commands may call."""
 COMMANDS = list(documented.commands())
 DOCS = {page: text for page, text in PAGES.items() if page.startswith("docs/")}
 
@@ -85,7 +85,7 @@ def test_python_imports_what_is_there(block, monkeypatch):
 
 @functools.cache
 def verbs(script: str) -> dict[str, str]:
-    """A script's verbs → the module that each runs, by its text."""
+    """A script's verbs → the module that each runs, read from its text."""
     text = (ROOT / script).read_text().partition("\ncase ")[2]
     found = {}
     for labels, body in re.findall(r"^    ([\w |-]+)\)(.*?);;", text, re.MULTILINE | re.DOTALL):
@@ -133,13 +133,13 @@ def check_script(call: Call) -> None:
 
 
 def configured(environ, verb, words):
-    """The options as the program reads them; raises SettingsError where it would refuse them."""
+    """The options as the program reads them. Raises SettingsError if it would refuse them."""
     words = [it for it in words if it not in ("--json", "--help")]
     return settings.read(environ, arguments.read(verb, words))
 
 
 def container(words):
-    """What `docker run` gives the container: its environment, and its command."""
+    """The environment and the command that `docker run` passes to the container."""
     given = [word for flag, word in itertools.pairwise(words) if flag in ("-e", "--env")]
     environ = dict(it.split("=", 1) for it in given)
     image = next(n for n, word in enumerate(words) if word.startswith("slipway:"))
@@ -235,7 +235,7 @@ def test_curl_asks_for_what_the_api_has(command):
 
 
 def block_of(page: str, first: str) -> Block:
-    """The page's only block that begins so."""
+    """The page's only block that begins with this text."""
     (found,) = [it for it in documented.blocks() if it.page == page and it.text.startswith(first)]
     return found
 
@@ -269,7 +269,7 @@ OPTION = re.compile(r"\b((?:OPTION|SERVING|SM_VLLM)_[A-Z0-9_]*[A-Z0-9])\b(?!_?[*
 SERIES = re.compile(r"\b(slipway_[a-z0-9_]*[a-z0-9])\b(?!_?[*])")
 COUNTED = {*re.findall(r"^\| `(slipway_\w+)`", PAGES["docs/reference/metrics.md"], re.MULTILINE)}
 CURRENT = [page for page in PAGES if page != "CHANGELOG.md"]
-"""The changelog may name what is gone."""
+"""All pages except the changelog, which may name removed things."""
 
 
 @pytest.mark.parametrize("page", CURRENT)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of CPU time and the budget: each test runs pytest in a separate process."""
 
+import os
 import re
 import subprocess
 import sys
@@ -22,8 +23,10 @@ def test_the_cost_of_each_folder_and_the_budget(tmp_path, processes, budget, cod
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "test_it.py").write_text(STARTS)
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--import-mode=importlib"]
-    command += ["-p", "tests.durations", f"-n{processes}", f"--rootdir={tmp_path}", str(tmp_path)]
-    ended = subprocess.run([*command, *budget], cwd=ROOT, capture_output=True, text=True)
+    command += ["-p", "xdist", "-p", "tests.durations", f"-n{processes}"]
+    command += [f"--rootdir={tmp_path}", str(tmp_path), *budget]
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take seconds to import
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert ended.returncode == code, ended.stdout + ended.stderr
     table = ended.stdout.partition("CPU time by folder")[2]
     row = r"^ +([\d.]+) s +[\d.]+ s on the clock +(\d+)  (\w+)$"

@@ -187,7 +187,7 @@ def test_without_a_verb_it_is_called_as_vllms_image(model, as_in_vllm, words, en
 
 
 def test_vllms_port_is_for_command_lines_without_a_verb(model):
-    """Ports are taken, so that a start ends at once and says which one it wanted."""
+    """Ports are occupied, so that a start ends at once and reports which port it wanted."""
     (model / "config.json").write_text(json.dumps(CONFIG))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -257,7 +257,7 @@ CONFIG = {
 
 @pytest.fixture
 def model(tmp_path):
-    """A folder with a model, as far as a plan looks at one."""
+    """A folder with the model's files that a plan reads."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors").write_bytes(safetensors({"a": ("BF16", [2, 3])}))
     return tmp_path
@@ -300,7 +300,7 @@ def test_plan_shows_no_secret_wherever_it_stands(model, arguments):
     assert "hush" not in ended.stdout
 
 
-# Runs a plan where of all that is installed only some distributions, and what they require, are.
+# Runs a plan with only some of the installed distributions, and their requirements.
 ONLY = """
 import re, sys
 from importlib.abc import MetaPathFinder

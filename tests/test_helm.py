@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Helm chart, rendered by Helm itself: what it makes is valid, equal to deploy/kubernetes where
-both have it, and understood by the programs.
+"""The Helm chart, rendered by Helm itself: its objects are valid, equal to deploy/kubernetes where
+both have them, and accepted by the programs.
 """
 
 import json
@@ -32,7 +32,7 @@ from tools.release import version
 CHART = ROOT / "deploy/helm/slipway"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 NEW_VOLUMES = {"oci.yaml"}
-"""Examples with what the oldest Kubernetes whose schemas are checked does not have."""
+"""Examples with fields that the oldest Kubernetes with a checked schema lacks."""
 
 
 def helm(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
@@ -41,7 +41,7 @@ def helm(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
 
 
 def rendered(*values: str | Path) -> list[Document]:
-    """What Helm makes of files of values."""
+    """The objects that Helm renders from files of values."""
     files = [argument for file in values for argument in ("-f", file)]
     made = helm("template", "slipway", CHART, "--namespace", "default", *files)
     assert made.returncode == 0, made.stderr
@@ -107,7 +107,7 @@ HELMS = {"app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "helm.sh/
 
 
 def plain(value: Any) -> Any:
-    """Without what is Helm's, and with variables in the order of their names."""
+    """The value without Helm's own fields, and with variables sorted by name."""
     if isinstance(value, list):
         found = [plain(it) for it in value]
         variables = all(
@@ -131,7 +131,9 @@ def same(document: Document) -> tuple[tuple[str, str], Document]:
 
 
 def unscaled(document: Document) -> Document:
-    """As the manifests' comments say: no number of servers where that is scaled."""
+    """The document without a number of servers if it is scaled, as the manifests' comments
+    recommend.
+    """
     document["spec"].pop("replicas", None)
     return document
 
@@ -156,7 +158,7 @@ def test_it_makes_what_the_manifests_have(example, files):
 
 
 def patched(documents: Sequence[Document]) -> list[Document]:
-    """With templates() of a LeaderWorkerSet, which are copies, out of the way."""
+    """A patch for the time of the block: templates() leaves out a LeaderWorkerSet's copies."""
     for document in documents:
         template = document.get("spec", {}).get("leaderWorkerTemplate", {})
         for pod in ("leaderTemplate", "workerTemplate"):
@@ -216,7 +218,7 @@ def test_prefill_and_decode_are_apart():
         for part in (decode, prefill, router)
     ]
     assert trusted[0] == trusted[1] == trusted[2] != []
-    # The router finds both, they reach the store, and Prometheus may ask them.
+    # The router finds both, they reach the store, and Prometheus may scrape them.
     services = {it["metadata"]["name"]: it["spec"] for it in documents if it["kind"] == "Service"}
     named = re.findall(r"slipway-\w+", router.environment()["OPTION_ROUTER_REPLICAS"])
     selectors = [services[name]["selector"].items() for name in named]

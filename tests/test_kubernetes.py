@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifests: valid by the schemas, at one with each other, and with what the programs do.
+"""The manifests: valid by the schemas, consistent with each other, and with the behaviour of the
+programs.
 
-Objects of Kubernetes' own are held against its schemas, and those of operators against theirs
-(custom_resources.py; HyperPod's in tools/hyperpod_local). Pods in them are Kubernetes' again.
+Kubernetes' own objects are checked by its schemas, and operators' objects by the operators' schemas
+(custom_resources.py; HyperPod's in tools/hyperpod_local). Pods within them are checked by
+Kubernetes' schemas again.
 """
 
 import asyncio
@@ -42,7 +44,7 @@ from tools.hyperpod_local.manifest import ManifestError
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy/kubernetes"
 VERSIONS = ("1.30", "1.34", kubernetes_validate.latest_version())
-"""The oldest that has all we use, a usual one, and the newest whose schemas are known."""
+"""The oldest version with all fields in use, a usual one, and the newest with a known schema."""
 
 Document = dict[str, Any]
 
@@ -61,14 +63,14 @@ SETS = (
     ("server.yaml", "router.yaml", "autoscaling.yaml", "monitoring.yaml", "shared_cache.yaml"),
     ("multi_node.yaml", "router.yaml", "monitoring.yaml"),
 )
-"""What is applied together."""
+"""Manifests that are applied together."""
 
 # --- schemas ---------------------------------------------------------------------------------
 
 
 def check(document: Document) -> None:
-    """Raise jsonschema.ValidationError or ManifestError for what a cluster would not take, or would
-    drop.
+    """Raise jsonschema.ValidationError or ManifestError if a cluster would refuse the document, or
+    drop a part of it.
     """
     spec = document.get("spec", {})
     if document["kind"] == manifest.KIND:
@@ -114,7 +116,7 @@ def templates(document: Document) -> Iterator[Document]:
 
 
 class Part(NamedTuple):
-    """A container, with the pod that it is in and where it is written."""
+    """A container, its pod, and the file that declares it."""
 
     file: str
     pod: Document
@@ -125,7 +127,7 @@ class Part(NamedTuple):
         return str(self.container["args"][0])
 
     def environment(self) -> dict[str, str]:
-        """Its variables; those from elsewhere have a value that stands for it."""
+        """Its variables; references to other objects get placeholders."""
         found = {}
         for variable in self.container.get("env", ()):
             value = variable.get("value", "from-elsewhere" * 3)
@@ -150,7 +152,7 @@ OURS = [it for it in PARTS if it.verb in ("serve", "route")]
 
 
 def _commented_in(name: str) -> str:
-    """A file's text with what it proposes in comments."""
+    """A file's text with its commented proposals switched on."""
     return re.sub(r"(?m)^( *)# (- \{|- name: |  )", r"\1\2", (FOLDER / name).read_text())
 
 
@@ -349,7 +351,7 @@ def test_the_router_finds_the_servers(files: tuple[str, ...]) -> None:
     wanted = dict(it.split("=") for it in source.selector.split(","))
     found = []
     for service in _of("Service", files):
-        # An EndpointSlice has the labels of its Service, and its name as one more.
+        # An EndpointSlice has the labels of its Service, and one with the Service's name.
         name = service["metadata"]["name"]
         labels = {**service["metadata"]["labels"], "kubernetes.io/service-name": name}
         if wanted.items() <= labels.items():
@@ -425,7 +427,7 @@ def test_the_role_is_the_one_that_discovery_needs() -> None:
 
 
 async def _routed(path: str) -> int:
-    """What a router answers that has no replica."""
+    """The answer of a router without replicas."""
     statuses: list[int] = []
     client: Any = SimpleNamespace(respond=lambda status, *rest: statuses.append(status))
     request = Request(b"GET", path.encode(), "1.1", [], Buffers(), keep_alive=True)
@@ -443,7 +445,7 @@ def test_probes_ask_what_is_answered() -> None:
         if it.verb == "serve":
             assert set(paths.values()) == {"/ping"} <= served
             continue
-        # A start without replicas is none; a router that has lost them serves on.
+        # A start without replicas does not succeed; a router that has lost them serves on.
         statuses = {name: asyncio.run(_routed(path)) for name, path in paths.items()}
         assert statuses == {"startupProbe": 503, "readinessProbe": 200, "livenessProbe": 200}
 
@@ -496,7 +498,7 @@ def test_memory_is_asked_for_in_full(part: Part) -> None:
     ids=lambda part: f"{part.file}-{part.verb}",
 )
 def test_pods_are_restricted(part: Part) -> None:
-    """By the Pod Security Standard of this name, and their root is read-only."""
+    """They follow the Pod Security Standard "restricted", and their root is read-only."""
     assert (
         part.pod["spec"]["securityContext"].items()
         >= {
@@ -560,7 +562,7 @@ def test_hyperpod_scrapes_and_asks_the_port_that_is_served() -> None:
     assert config["invocationEndpoint"] == "invocations"
     assert config["loadBalancer"]["healthCheckPath"] == "/ping"
     assert config["worker"]["modelVolumeMount"]["mountPath"] == part.settings().model_id
-    # What it adds for them names the store; sizes are Slipway's.
+    # Its own addition names the store; sizes are Slipway's.
     assert config["kvCacheSpec"]["l2CacheSpec"] == {"l2CacheBackend": "tieredstorage"}
     assert part.settings().lmcache_auto_config
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/guides/migrating_from_lmi.md: what it says of options is what they do."""
+"""docs/guides/migrating_from_lmi.md states the true effect of each option."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and answers that are far larger than they may be: what is read of them."""
+"""Files and answers far above their limits: only a bounded part of them is read."""
 
 import asyncio
 import contextlib
@@ -24,13 +24,13 @@ from serving.sources.hub import Hub
 MIB = 1024**2
 SIZE = 256 * MIB
 MOST = 48 * MIB
-"""Memory that reading may take: less than a fifth of what is there."""
+"""The maximum of memory that a read may take: less than a fifth of the input."""
 
 pytestmark = pytest.mark.anyio
 
 
 def large(file, begin=b""):
-    """A file without blocks on the disk."""
+    """A sparse file: it has no blocks on the disk."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as written:
         written.write(begin)
@@ -115,7 +115,7 @@ def little_memory():
 
 
 @pytest.mark.parametrize("reads", READERS, ids=lambda it: it.__name__)
-def test_of_a_file_without_end_so_much_is_read(tmp_path, reads):
+def test_a_bounded_part_of_an_endless_file_is_read(tmp_path, reads):
     with little_memory():
         reads(tmp_path)
 
@@ -130,10 +130,10 @@ class Endless(BaseHTTPRequestHandler):
                 self.wfile.write(b"x" * MIB)
 
     def log_message(self, *_):
-        """Nothing."""
+        """Log nothing."""
 
 
-def test_of_a_pings_answer_so_much_is_told():
+def test_a_bounded_part_of_a_pings_answer_is_reported():
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with little_memory():

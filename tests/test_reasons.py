@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every refusal says why: each message of an error names what is at fault, and the fix.
+"""Every refusal says why: each message of an error names the fault, and the fix.
 
-All places that make one are found in the source: an exception of serving/errors.py, one of those
-that become such or end a start, and a fault of lmi_config's. What the patterns below do not
-recognise has a line in reasons.txt, below the reason why it is clear: its place and its text.
+The test finds in the source every place that makes such an error: an exception of
+serving/errors.py, one that becomes such or ends a start, and a fault of lmi_config's. The patterns
+below do not recognise all messages. The others are in reasons.txt: each line has the place and the
+text, below the reason why the message is clear.
 """
 
 import ast
@@ -23,7 +24,7 @@ OTHERS = {
     *("ArchiveError", "EngineError", "Fault", "FileFault", "FormatError", "ModelError", "NotYAML"),
     *("SettingsError", "SoundError", "SourceError", "Unusable", "VLLMValidationError", "fault"),
 }
-"""Exceptions that become one of serving/errors.py or end a start; what makes a ModelError."""
+"""Exceptions that become one of serving/errors.py or end a start, and makers of a ModelError."""
 WITHIN: Mapping[str, str] = {
     "lmi_config/facts/adapter.py": "adapter {name} cannot be used: ",
     "lmi_config/facts/draft.py": "{draft}: ",
@@ -44,9 +45,9 @@ WITHIN: Mapping[str, str] = {
     "serving/lora/archives.py": "{src}: {reason}; pack it again: ",
     "serving/tune/workload.py": "{name}={value}: should be ",
 }
-"""What is put before the messages of a file or of one of its functions where they are caught."""
+"""Prefixes that the callers of a file or of one of its functions put before its messages."""
 FAULTS = re.compile(r"(?:lmi_config|__main__).*(?<!de)fault")
-"""Where a list gets a fault: in this function, or under this name."""
+"""A list of faults, recognised by its function's name or by its own."""
 NOUNS = (
     r"adapter|body|bytes|chat|CSV|custom_id|engine|file|folder|form|header|HTTP/1\.0|input|key|line"
     r"|list|log|media|method|model's|name|number|page|part|picture|prompt|query|replicas|requests?"
@@ -56,7 +57,7 @@ AT_FAULT = re.compile(
     r"\{|`|\b(?:AWS|HF|NODE|OPTION|SAGEMAKER|SERVING)_[A-Z]|^(?:an? |each |every |one |the |this "
     rf"|there are more |too many )?(?:first )?(?:{NOUNS})\b|^\w+(?:=|\.[\w.]+\b)"
 )
-"""A value, a name of an option or key, or the part of the request, which stands first."""
+"""A value, a name of an option or key, or the part of the request, at the start of the text."""
 FIX = re.compile(
     r"\b(?:should|may (?:be|come|have|name|not)|at (?:most|least)|from \S+ to|ha(?:s|ve) to|needs?"
     r"|(?:larger|less|longer|more) than|after \{|within \{|lists? (?:those|the)|sets (?:the|how)"
@@ -68,7 +69,7 @@ FIX = re.compile(
     r"|take|train|unpack|upgrade|use|wait|write)\b",
     re.IGNORECASE,
 )
-"""What would be right, the limit, the likely cause as a question, or what to do."""
+"""The right value, the limit, the likely cause as a question, or the remedy."""
 
 
 class Reason(NamedTuple):
@@ -94,7 +95,7 @@ def parsed(file: Path) -> ast.Module:
 
 @cache
 def constants(file: Path) -> Mapping[str, ast.expr]:
-    """What is assigned once to a module's names, its imports from other files included."""
+    """Values that are assigned once to a module's names, including its imports from other files."""
     found: dict[str, ast.expr] = {}
     for node in parsed(file).body:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -109,7 +110,9 @@ def constants(file: Path) -> Mapping[str, ast.expr]:
 
 
 def texts(node: ast.expr, known: Mapping[str, list[ast.expr]], deep: int = 0) -> list[str]:
-    """The texts that an expression may be, {expression} for each value that only a run has."""
+    """The possible texts of an expression, with {expression} for each value that only a run
+    knows.
+    """
     match node:
         case ast.Constant(value=str(text)):
             return [text]
@@ -136,7 +139,7 @@ def texts(node: ast.expr, known: Mapping[str, list[ast.expr]], deep: int = 0) ->
 
 
 def functions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Each function with its name below a node, inner ones by themselves as well."""
+    """Each function below a node with its name; nested functions also count."""
     for child in ast.iter_child_nodes(node):
         within = name
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -147,7 +150,7 @@ def functions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def own(function: ast.AST) -> Iterator[ast.AST]:
-    """What is in a function and in none within it."""
+    """The nodes of a function, without those of nested functions."""
     for child in ast.iter_child_nodes(function):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child
@@ -156,7 +159,7 @@ def own(function: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def classes() -> Mapping[str, bool]:
-    """Exceptions → whether their text is in their class, and not where they are raised."""
+    """Exceptions → whether their class has the text, instead of the place that raises them."""
     found = {}
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, errors.ServingError):
@@ -179,7 +182,7 @@ def in_file(file: Path) -> Iterator[Reason]:
 
 
 def messages(file: Path, name: str, node: ast.AST) -> Iterator[tuple[list[ast.expr], bool]]:
-    """What a node makes a message of, and whether it names a field beside."""
+    """The expressions that a node makes a message of, and whether it also names a field."""
     match node:
         case ast.Call(func=func, args=[*given], keywords=keywords) if given:
             called = ast.unparse(func).rpartition(".")[2]
@@ -208,7 +211,7 @@ def found() -> dict[str, Reason]:
 
 @cache
 def table() -> dict[str, str]:
-    """What reasons.txt has: place and text → why it is clear."""
+    """The rows of reasons.txt: place and text → why it is clear."""
     found: dict[str, str] = {}
     for paragraph in TABLE.read_text().split("\n\n")[1:]:
         why, *keys = paragraph.strip().split("\n    ")
@@ -220,7 +223,7 @@ def test_every_reason_names_what_is_at_fault_and_the_fix():
     unclear = {key: it for key, it in found().items() if not it.clear}
     missing = [f"    {key}" for key in unclear if key not in table()]
     assert not missing, "\n".join(["reword these, or add their lines to reasons.txt:", *missing])
-    assert sorted(table().keys() - unclear.keys()) == [], "these need no line any more"
+    assert sorted(table().keys() - unclear.keys()) == [], "these lines are no longer needed"
 
 
 def test_all_were_found():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/explanation/security.md: that every file and test it names is there."""
+"""docs/explanation/security.md: every file and test that it names exists."""
 
 import ast
 import re
@@ -56,7 +56,7 @@ BEYOND_PATCHING: Mapping[str, str] = {
     "Root user, writable root file system": _IMAGE,
     "Leftovers in the image": _IMAGE,
 }
-"""Threats whose defence no patch can take out, and why."""
+"""Threats whose defence no patch can remove, and why."""
 
 
 def test_each_defence_names_its_test():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of docs/explanation/architecture.md: which rooms there are (a folder or one module),
-which of them may use which, and where names may stand. `__init__` and `__main__` do not count.
+"""The layers of docs/explanation/architecture.md: the rooms (a folder or one module), which of them
+may use which, and where names may appear. `__init__` and `__main__` do not count.
 """
 
 import ast
@@ -35,7 +35,7 @@ TOOLS = modules("tools")
 ROOMS = SERVING | CONFIGURATION
 EVERY = ROOMS | modules("handlers")
 GROUND = ("serving", "serving.router")
-"""Folders whose own files are rooms by themselves."""
+"""Folders whose own files are separate rooms."""
 
 
 def room(module: str) -> str:
@@ -44,7 +44,7 @@ def room(module: str) -> str:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The names of all modules that a file imports, wherever in it."""
+    """The names of all modules that a file imports, at any place in it."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (it.name for it in node.names)
@@ -64,7 +64,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def floors() -> list[str]:
-    """Rooms from the top layer to the bottom one, in the order of the page's table."""
+    """Rooms from the top layer to the bottom layer, in the order of the page's table."""
     table = ARCHITECTURE.partition("\n## Modules\n")[2].partition("\n## ")[0]
     names = re.findall(r"^\| `((?:serving|lmi_config)/[\w/]+?)(?:/|\.py)` \|", table, re.MULTILINE)
     return [it.replace("/", ".") for it in names]
@@ -124,7 +124,7 @@ OF_TOOLS = {
     "rehearsal": set(),
     "release": set(),
 }
-"""Room of tools/ → the others that it may use, and those of tests/support/."""
+"""Room of tools/ → the other rooms that it may use, and those of tests/support/."""
 
 
 def test_rooms_of_tools_stand_on_the_harness_and_not_on_each_other():
@@ -141,7 +141,7 @@ STARTS_PROCESSES = {"Popen", "create_subprocess_exec", "create_subprocess_shell"
 MAY_START_PROCESSES = {
     "tools.sagemaker_local.container",  # SageMaker's part: it runs containers
     "tools.chaos.watch",  # a client
-    "tools.ceiling.profile",  # py-spy, which looks at a server
+    "tools.ceiling.profile",  # py-spy, which samples a server
     "tools.engines.trial",  # pytest
 }
 
@@ -232,7 +232,7 @@ ONE_THING = {
     "shared_store": "its options, and the store",
     "vllm": "its command line, and the engine",
 }
-"""Names that two files or more may have, as they are about one thing: what that is."""
+"""Names that two or more files may share, because they concern the same thing: name → the thing."""
 
 
 def test_no_two_files_have_one_name_for_different_things():
@@ -249,7 +249,7 @@ def test_chunks_are_framed_in_one_place():
     assert found == {"serving.http.http1"}
 
 
-def test_where_to_change_what_is_there():
+def test_the_table_of_changes_names_existing_places():
     table = ARCHITECTURE.partition("\n## To change\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!to change)(.+?) \| (.+) \|$", table, re.MULTILINE)
     assert len(rows) >= MOST
@@ -303,12 +303,14 @@ ENDS = {
     ("serving.models.model_supervisor", "_ready"): "it ends with its model's server",
     ("serving.router.kv.events", "_follow"): "one rank of a replica, which is kept as a whole",
 }
-"""What looks again and again, and is no follower: who starts it, what → why."""
+"""Functions that look again and again without being followers: (the module that starts it, its
+name) → why.
+"""
 
 
 def looks_again(function: ast.AST) -> bool:
-    """Whether a function has a loop that never ends, or one that waits before it goes on, or reads
-    what does not end.
+    """Whether a function has a loop that never ends, or one that waits before it continues, or
+    reads an endless source.
     """
     endless = {"changes", "discovered", "addresses", "endpoints"}
     for node in ast.walk(function):
@@ -327,7 +329,7 @@ def looks_again(function: ast.AST) -> bool:
 
 
 def _counts(loop: ast.While) -> bool:
-    """Whether a loop's condition compares something, as with a deadline."""
+    """Whether a loop's condition compares values, for example with a deadline."""
     return isinstance(loop.test, ast.Compare)
 
 
@@ -339,8 +341,8 @@ def _called(node: ast.Call) -> str:
 
 
 def spawned(call: ast.Call) -> Iterator[tuple[str, bool]]:
-    """The functions that a call has run beside its own, by coroutines that it gets or as a target;
-    and whether they are of the same module.
+    """The functions that a call runs concurrently, as coroutines or as a target, and whether they
+    are of the same module.
     """
     works = [*call.args, *(it.value for it in call.keywords)]
     for work in works:
@@ -360,8 +362,8 @@ def _is_local(function: ast.expr) -> bool:
 
 
 def test_what_looks_again_and_again_is_kept():
-    """Tasks and threads that follow something go through serving/follow.py, which begins them anew
-    when they end unforeseen: nothing dies in silence, or ends the process.
+    """Tasks and threads that follow something go through serving/follow.py, which restarts them
+    when they end unexpectedly: none of them dies in silence, or ends the process.
     """
     files = SERVING | modules("handlers") | {"main": ROOT / "serving/kv_cache/lmcache/__main__.py"}
     trees = {module: ast.parse(file.read_text()) for module, file in files.items()}
@@ -378,7 +380,7 @@ def test_what_looks_again_and_again_is_kept():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _called(node) in SPAWNS:
                 works = [*spawned(node)]
-            elif isinstance(node, ast.Tuple | ast.List):  # of what becomes tasks
+            elif isinstance(node, ast.Tuple | ast.List):  # of coroutines that become tasks
                 calls = [it for it in node.elts if isinstance(it, ast.Call)]
                 works = [(_called(it), False) for it in calls if not isinstance(it.func, ast.Name)]
             else:
@@ -406,11 +408,11 @@ def test_the_one_context_variable_is_the_logs():
 
 
 OF_SPANS = {"slipway.prompt_tokens", "slipway.tier_tokens"}
-"""What a span of the KV connector says, which are no keys of scopes."""
+"""Attributes of a span of the KV connector, which are not keys of scopes."""
 
 
 def test_no_scope_has_a_key_of_ours():
-    """ASGI's scopes have ASGI's keys alone: what one layer tells another is an argument."""
+    """ASGI's scopes have ASGI's keys only: layers pass values to each other as arguments."""
     found = {
         (module, text)
         for module, file in OURS.items()
@@ -421,7 +423,7 @@ def test_no_scope_has_a_key_of_ours():
 
 
 def test_no_living_object_gets_another_class():
-    """What is to be another class is built as one, at the start."""
+    """An object gets its final class when it is built, at the start."""
     found = {
         module
         for module, file in OURS.items()
@@ -435,7 +437,9 @@ def test_no_living_object_gets_another_class():
 
 
 def test_no_test_has_mock_objects():
-    """One module of a user contains such an object, and the test looks for handlers beside it."""
+    """One module of a user contains such an object, and the test searches for handlers
+    beside it.
+    """
     users = {
         file.name
         for file in (ROOT / "tests").rglob("*.py")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/support_matrix.md: each cell is what the plan says, and its tests are there."""
+"""docs/reference/support_matrix.md: each cell equals the plan's verdict, and its tests exist."""
 
 import re
 from pathlib import Path

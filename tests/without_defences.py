@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin that runs tests with the defence taken out that each of them is about.
+"""A pytest plugin that runs each test without the defence that it tests.
 
-Each test runs in a process of its own (a fork), so that nothing is left of what was patched. What
-came of it goes to the file that OUTCOMES names: threat → whether a test of it failed, as it should.
+Each test runs in a separate process (a fork), so that no patch remains. The outcomes go to the file
+OUTCOMES: threat → whether a test of it failed, which is right.
 """
 
 import importlib
@@ -22,11 +22,11 @@ from _pytest.runner import runtestprotocol
 from tests.defences import DEFENCES, Removed
 
 LIMIT_S = 40.0
-MEMORY = 8 * 1024**3  # bytes; what bounds memory may be what is taken out
+MEMORY = 8 * 1024**3  # bytes; the removed defence may be the one that bounds memory
 
 
 def outcomes(file: Path) -> dict[str, bool]:
-    """Of each threat, whether its test fails without the defence."""
+    """For each threat, whether its test fails without the defence."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.without_defences", "-p", "no:xdist"]
     ended = subprocess.run(
         [*command, *sorted({it.test for it in DEFENCES.values()})],
@@ -43,7 +43,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     failed = dict.fromkeys(DEFENCES, False)
     for item in session.items:
         for threat, removed in DEFENCES.items():
-            # Of a parametrised test one example is enough, which may be named.
+            # One example of a parametrised test is enough. A row may name it.
             named = removed.test in (item.nodeid, item.nodeid.partition("[")[0])
             if named and not failed[threat]:
                 failed[threat] = _fails(item, removed)
@@ -67,13 +67,13 @@ def _fails(item: pytest.Item, removed: Removed) -> bool:
             _replace(place, replacement)
         reports = runtestprotocol(item, nextitem=None, log=False)
         failed = any(it.failed for it in reports)
-    finally:  # what goes wrong before the test is no failure of the test
+    finally:  # an error before the test does not count as its failure
         sys.stdout.flush()
         os._exit(failed)
 
 
 def _replace(place: str, replacement: Any) -> None:
-    """place: `module:name.of.it`, which has to be there; or with a [key] at the end."""
+    """place: `module:name.of.it`, which must exist; or with a [key] at the end."""
     module, _, path = place.partition(":")
     path, _, key = path.partition("[")
     it: Any = importlib.import_module(module)

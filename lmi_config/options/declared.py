@@ -1428,7 +1428,7 @@ class Settings:
         return (*dict.fromkeys((name, "lmi", path, self.model_id)), *endpoint)
 
     def named(self, option: str) -> str:
-        """The name by which the operator set a field or a vLLM option; otherwise its variable."""
+        """The operator's name for a field or a vLLM option that is set; otherwise its variable."""
         return self.origins.get(option, PREFIX + option.upper())
 
     @property

@@ -219,7 +219,9 @@ class FilesAndBatches:
 
 
 def _administers(call: HttpCall) -> bool:
-    """Whether a request has an admin key; without keys nobody is an administrator here."""
+    """Whether a request has an admin key. Without keys, no client counts as an administrator
+    here.
+    """
     return call.record.caller.admin and bool(call.record.caller.name)
 
 

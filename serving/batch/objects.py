@@ -26,7 +26,9 @@ def new_id(kind: str) -> str:
 
 
 class Status(StrEnum):
-    """The status of a batch, in OpenAI's words. Of CANCELLING a file beside the batch tells."""
+    """The status of a batch, in OpenAI's words. CANCELLING is recorded in a separate file beside
+    the batch.
+    """
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"

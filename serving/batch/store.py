@@ -224,7 +224,7 @@ class Store:
         return self._files / name
 
     def file(self, name: str, owner: str | None) -> File:
-        """One of the owner's files. Raises NotFound."""
+        """The owner's file of this name. Raises NotFound."""
         found = _read(self._files / f"{name}.json", OwnedFile) if _is(name, FILE) else None
         if not found or found.owner != owner or found.file.expires_at <= self._clock():
             raise NotFound(f"No such File object: {name!r:.100}")
@@ -256,7 +256,7 @@ class Store:
         _write(self._batches / f"{owned.batch.id}.json", owned, durable=durable)
 
     def batch(self, name: str, owner: str | None, *, anybodys: bool = False) -> OwnedBatch:
-        """One of the owner's batches, or of anybody's. Raises NotFound."""
+        """The batch of this name, of this owner or of any. Raises NotFound."""
         found = self.any_batch(name)
         if not found or not (anybodys or found.owner == owner):
             raise NotFound(f"No batch found with id {name!r:.100}")

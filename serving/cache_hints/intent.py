@@ -30,8 +30,10 @@ from serving.protocol import (
 ID_BYTES = 256
 """Most bytes of a conversation's id."""
 USUAL_S = 300
-"""Seconds that the KV of a conversation stays useful, if no field names a lifetime: the shorter one
-of Anthropic's two. In recorded sessions 95 % of the pauses between turns are shorter.
+"""Seconds of a lifetime without a `ttl`: the shorter one of Anthropic's two."""
+CONVERSATION_S = 1800
+"""Seconds that the KV of a conversation stays useful, if no field names a longer lifetime. A
+longer one saves more tokens: docs/explanation/benchmarks.md, "Sessions of agents".
 """
 LEAST_S = 30
 """A shorter lifetime has no effect. NeMo Agent Toolkit sends 2.5 s by default."""
@@ -120,7 +122,7 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> str:
-        """The intent, for the client: "session=0123456789ab seconds=300 ignored=..."."""
+        """The intent, for the client: "session=0123456789ab seconds=1800 ignored=..."."""
         said = [
             f"session={self.session[:12] or '-'}",
             *([f"parent={self.parent[:12]}"] if self.parent else ()),
@@ -230,7 +232,7 @@ class _Reading:
         hints = self._object(_HINTS, nvext.agent_hints, _Hints) if nvext else None
         self._ignored += [_HINT + it for it in _WITHOUT_EFFECT if getattr(hints, it, None)]
         marked, kept, unused = self._marks()
-        lifetimes = [marked, kept, *self._lifetimes(nvext), USUAL_S if session else 0]
+        lifetimes = [marked, kept, *self._lifetimes(nvext), CONVERSATION_S if session else 0]
         return CacheIntent(
             session=session,
             parent=parent if parent != session else "",

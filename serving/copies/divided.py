@@ -26,8 +26,8 @@ ROUTERS_ALONE: dict[str, Any] = {
 
 
 def secret(settings: Settings) -> str:
-    """The secret with which the router signs and the copies check. It is the operator's, which
-    another router in front of this container also has, or a random one for this start.
+    """The secret that the router signs with and the copies check. It is the operator's, which
+    another router in front of this container also has, or else a random one for this start.
     """
     return settings.router_secret or secrets.token_hex(32)
 

@@ -47,7 +47,7 @@ class Looks:
         await self._client.aclose()
 
     def gone(self, number: int) -> float:
-        """Record the end of a copy. Returns the seconds for which it had been ready."""
+        """Record the end of a copy. Returns the seconds that it had been ready."""
         self._names.pop(number, None)
         for key in [key for key in self._last if key[0] == number]:
             del self._last[key]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The port: what the rest of Slipway asks of an engine, whichever it is, and what it hears of it.
+"""The port: the interface between an engine and the rest of Slipway.
 
-A call goes in as a value (Call). Its answer goes to a sink (Sink), part by part. Nothing else
-passes between the two sides: no HTTP, no context variable, no key of a scope.
+A call goes in as a value (Call). Its answer goes to a sink (Sink), part by part. The two sides
+share no other channel: no HTTP, no context variable, no key of a scope.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,17 +24,17 @@ class Call:
     """All that an engine needs to know of a call.
 
     path: the path of the API that answers such calls, one of protocol.ENGINE_PATHS. body: the
-    decoded request; of a form its fields, those that may be there several times as lists. size:
-    bytes of the body as it came. cancellation: the call's early end, at which the engine stops its
-    work. request_id: the client's name of the call, which need not be unique. file: a form's file.
-    is_json: whether the body came as JSON, by its content type or by a path that takes all types.
-    adapter: the inner name of the adapter to use, None for the base model. salt: only calls with an
-    equal salt may share cached prompts and media; None for those that share with everybody.
-    name_medium: names a medium by its content, among the calls of this salt; None where the body
-    has names. priority: lower ones come first; None where the body decides. transfer: where the
-    prompt's KV is. trace: the headers of the trace context (W3C). session: the digest of the
-    conversation's name. marked: whether a mark at the prompt's end asks to keep its KV. steps:
-    whether the sink takes steps of a stream instead of events.
+    decoded request; for a form, its fields, with repeatable ones as lists. size: bytes of the body
+    as received. cancellation: ends the call early; the engine then stops its work. request_id: the
+    client's name of the call, which need not be unique. file: a form's file. is_json: whether the
+    body came as JSON, by its content type or by a path that takes all types. adapter: the inner
+    name of the adapter to use, None for the base model. salt: only calls with an equal salt may
+    share cached prompts and media; None shares with all others that have None. name_medium: names a
+    medium by its content, among the calls of this salt; None if the body has names. priority: lower
+    ones come first; None if the body decides. transfer: the location of the prompt's KV. trace: the
+    headers of the trace context (W3C). session: the digest of the conversation's name. marked:
+    whether a mark at the prompt's end asks to keep its KV. steps: whether the sink takes steps of a
+    stream instead of events.
     """
 
     path: str
@@ -56,8 +56,8 @@ class Call:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The body with what the server decides in the place of what the client says, by the names
-        of vLLM's API.
+        """The body, by the names of vLLM's API. The server's own decisions replace the client's
+        values.
         """
         decided = {
             "model": self.adapter,
@@ -69,11 +69,11 @@ class Call:
 
 
 class Sink(Protocol):
-    """What takes the answer to one call.
+    """Takes the answer to one call.
 
-    begin() comes first. Then come one answer(), or stream(), any number of events or steps, and
-    end(). fail() may come in the place of any of them but the first. After answer(), end() and
-    fail() comes nothing.
+    begin() comes first. Then comes either one answer(), or stream(), any number of events or steps,
+    and end(). fail() may replace any of them except begin(). It is the last call, as are answer()
+    and end().
     """
 
     def begin(self, usage: "Usage") -> None:
@@ -126,22 +126,22 @@ class Engine(Protocol):
     classifies: bool
     """Whether it classifies rather than generates; rerankers do."""
     hears: bool
-    """Whether it writes down what it hears."""
+    """Whether it transcribes speech."""
 
     @property
     def failure(self) -> str | None:
         """Why the engine cannot answer any more, or None while it can."""
 
     async def generate(self, call: Call, sink: Sink) -> "Usage":
-        """Answer a call. Returns what the engine has worked on for it, also where the call was
-        cancelled, of which the sink hears nothing. Raises what nobody has foreseen.
+        """Answer a call. Returns the call's usage, even if the call was cancelled; the sink is not
+        told of a cancellation. Raises only unforeseen exceptions.
         """
 
     async def models(self) -> dict[str, Any]:
         """The list of models, in OpenAI's shape. Raises ServingError."""
 
     async def kv_event_sources(self) -> dict[str, Any]:
-        """Where each rank's KV events are, in vLLM's shape. Raises ServingError."""
+        """The addresses of each rank's KV events, in vLLM's shape. Raises ServingError."""
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter by its inner name. Raises AdapterFailed; AlreadyLoaded where the engine
@@ -149,22 +149,24 @@ class Engine(Protocol):
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter that no request uses. Raises NotLoaded where there is none."""
+        """Unload an adapter that no request uses. Raises NotLoaded if it is not loaded."""
 
     async def pin_adapter(self, name: str) -> None:
-        """Keep an adapter in its slot. Raises NotLoaded where there is none."""
+        """Keep an adapter in its slot. Raises NotLoaded if it is not loaded."""
 
     async def stop(self) -> None:
         """Stop the engine. Requests should have ended before."""
 
 
 def public_name(inner: str) -> str:
-    """An adapter's own name, of that by which the engine has one of its versions."""
+    """An adapter's public name. inner: the engine's name of one of its versions."""
     return inner.rpartition("@")[0] or inner
 
 
 class Tokens(NamedTuple):
-    """What an engine has worked on. cached: those of the prompts that it needed not compute."""
+    """Tokens that an engine has processed. prompt: tokens of the prompts. cached: those of them
+    that came from a cache.
+    """
 
     prompt: int = 0
     cached: int = 0
@@ -175,8 +177,8 @@ class Tokens(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How quickly a sequence came. first_at: when its first token was there, in seconds since 1970.
-    between: seconds between two tokens on average, None where there is one.
+    """The speed of a sequence. first_at: time of its first token, in seconds since 1970. between:
+    mean seconds between two tokens; None for a sequence of one token.
     """
 
     first_at: float
@@ -184,10 +186,11 @@ class Pace(NamedTuple):
 
 
 class Usage:
-    """What the engine works on for one call, whatever becomes of the answer.
+    """The engine's usage for one call, whether or not its answer is delivered.
 
-    sources, paces: the engine adds one for each of its own requests, which tells of it so far; a
-    pace is None before there is a token, and where the engine keeps no times.
+    sources, paces: the engine adds one function for each request that it makes of the call. The
+    function returns that request's numbers so far. A pace is None before the first token, or if the
+    engine keeps no times.
     """
 
     def __init__(self) -> None:
@@ -208,7 +211,7 @@ prompt, whose KV is in the shared store by now or in a moment.
 """
 
 COMPUTED_FOR = "slipway_prompt"
-"""The key of vLLM's kv_transfer_params that says of which prompt's KV they are."""
+"""The key of vLLM's kv_transfer_params for the digest of the prompt whose KV they describe."""
 RECEIVED = "slipway_received"
 """The key of vLLM's kv_transfer_params that says when they have come, by this machine's clock."""
 

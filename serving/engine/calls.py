@@ -43,7 +43,7 @@ from serving.protocol import MESSAGES, REQUEST_ID, VLLM_SESSION_ID
 log = logging.getLogger(__name__)
 
 _ERROR = "event: error\n"
-"""The beginning of an event by which vLLM's converter of Messages reports an exception."""
+"""The beginning of the event that vLLM's converter of Messages writes for an exception."""
 Way = Callable[[Call, Sink, "CallClient"], Awaitable[None]]
 """Answers a call. Raises vLLM's exceptions, and ServingError."""
 

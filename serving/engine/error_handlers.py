@@ -65,7 +65,9 @@ def _first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def _inside(faults: Sequence[Any]) -> Any:
-    """The first fault. Where that is that a list is no text, and it may be either, the list's."""
+    """The first fault. If a value may be a text or a list, and the fault is that the list is no
+    text, the list's fault is returned instead.
+    """
     first = faults[0]
     *place, last = first["loc"] or ("",)
     if first["type"] != "string_type" or last != "str":

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the engine core's process and in its workers': LMCache's connector, which here fails nothing.
+"""In the engine core's process and in its workers': LMCache's connector, made fault-tolerant.
 
 No fault of the cache server fails a request or ends the engine. vLLM imports the connector by its
-path. In vLLM's processes an exception ends the engine, and so does a report about a request that
-vLLM has forgotten. What LMCache's connector (0.5.6) leaves to chance is decided here:
+path. In vLLM's processes an exception ends the engine. A report about a request that vLLM has
+forgotten ends it as well. LMCache's connector (0.5.6) does not handle these cases; this one does:
 
 - A load that fails is reported by its request, and the prompt is computed again, without a second
-  try. LMCache reports blocks, those too that other requests share and compute with.
-- Nothing that storing or loading raises leaves a worker's step.
-- A request's blocks are freed once, when nobody reads or writes them any more (see Transfers).
-- A prompt that another server has just computed is stored behind that one's answer. So it is looked
-  up again for a moment, until all of it is there.
+  try. LMCache would report blocks, including blocks that other requests share and compute with.
+- Exceptions of storing and loading do not leave a worker's step.
+- A request's blocks are freed once, after the last read or write (see Transfers).
+- The KV of a prompt that another server has just computed is stored only after that server has
+  answered. The prompt is therefore looked up again for a moment, until all of its KV is stored.
 - A request waits for the tiers for a limited time only. LMCache waits for the server's answer
   however long a store behind it takes; a store that hangs would hold every request.
-- Only a request's own KV is stored, under a key that says all that it depends on
+- Only a request's own KV is stored, under a key that covers all that the KV depends on
   (`patches/engine_core`).
 """
 
@@ -137,7 +137,7 @@ class HandOvers:
 
 class _RecentReports(dict[str, None]):
     """The set of requests that a worker has reported last, so that it reports none twice. LMCache
-    keeps all of them for ever; they come again within a few steps, if at all.
+    keeps all of them until a restart. A repeated report comes within a few steps, if at all.
     """
 
     def update(self, request_ids: Iterable[str]) -> None:  # type: ignore[override]
@@ -147,10 +147,10 @@ class _RecentReports(dict[str, None]):
 
 
 class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not type-checked
-    """LMCache's connector, with which a load that fails costs no more than computing again.
+    """LMCache's connector; a failed load only costs the time to compute the KV again.
 
-    Raises Unfit where tenants' KV could not be kept apart with the installed versions, and
-    RuntimeError for what cannot be checked.
+    Raises Unfit if the installed versions cannot keep tenants' KV apart, and RuntimeError if a fact
+    cannot be checked.
     """
 
     _unresponsive = False
@@ -243,9 +243,11 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         return self._bypass(request)
 
     def _is_answered(self, request: "Request", deadline: float) -> bool:
-        """Wait for the server's next answer about a request. Whether it came before the deadline.
+        """Wait for the server's next answer about a request. Returns whether it came before the
+        deadline.
 
-        vLLM asks again in a step of its own, to the workers and back and a millisecond's sleep.
+        Without this, vLLM would ask again in a separate step: a message to the workers and back,
+        and a sleep of a millisecond.
         """
         adapter, name = self.scheduler_adapter, request.request_id
         acknowledgement = adapter._unacked_lookups.get(name)
@@ -258,8 +260,8 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         )
 
     def _is_coming(self, request: "Request", computed: int) -> bool:
-        """Whether the rest of a prompt is to be looked up again, since another server has just
-        computed it. computed: tokens that the engine has.
+        """Whether to look up the rest of a prompt again, because another server has just computed
+        it. computed: tokens that the engine has.
         """
         if not (request.kv_transfer_params or {}).get(HANDED_OVER) or request.num_output_tokens:
             return False
@@ -356,11 +358,12 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
 
     @contextlib.contextmanager
     def _tolerating_faults(self, done: str) -> Iterator[None]:
-        """Log what the block raises, which starts transfers. done: what becomes of prompts' KV.
+        """Log the exceptions of the block, which starts transfers. done: the log's words for the
+        consequence for the prompts' KV.
 
-        After a failure, or a wait that was in vain, the server counts as away until it has answered
-        LMCache's next ping and the caches are registered with it anew: it may have been restarted
-        between two pings, and would not answer about caches that it does not know.
+        After a failure, or a wait without an answer, the server counts as away. It counts as
+        present again after it has answered LMCache's next ping and the caches are registered again.
+        The server may have been restarted between two pings; it would then not know the caches.
         """
         began, adapter = monotonic(), self.worker_adapter
         failed = False
@@ -408,7 +411,7 @@ def _send_span(request: "Request", began: float, matched: int) -> None:
 
 
 def _without_error(future: "MessagingFuture[bool]") -> "MessagingFuture[bool]":
-    """The transfer, or a failed one in the place of one that would raise."""
+    """The transfer, or a failed transfer if its result would raise."""
     try:
         if future.query():
             future.result(timeout=0)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the engine core's process and in its workers': vLLM's NixlConnector, which here fetches no KV
-but that of its own prompt.
+"""In the engine core's process and in its workers': vLLM's NixlConnector, restricted to KV of the
+request's own prompt.
 
-Of a prompt that another engine has computed, vLLM (0.32) fetches blocks by their numbers. It does
-not look whether that one has made the same tokens of the request, with the same adapter; nor, for
-the first fetch, whether the blocks still belong to it: an engine keeps them for `kv_lease_duration`
-from its answer on, and for as long as the one that is to fetch them reports that it waits.
+vLLM (0.32) fetches the blocks of a prompt that another engine has computed by their numbers. It
+does not check that the other engine has made the same tokens of the request, with the same adapter.
+At the first fetch, it does not check either that the blocks still belong to the prompt. An engine
+keeps them for `kv_lease_duration` after its answer, and for as long as the fetching engine reports
+that it waits.
 """
 
 import hashlib
@@ -26,7 +27,9 @@ log = init_logger(__name__)
 
 
 class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # its modules are not type-checked
-    """vLLM's, of which it asks by this name. Raises Unfit where KV could be another prompt's."""
+    """vLLM's connector, under the name that vLLM checks for. Raises Unfit if KV could be another
+    prompt's.
+    """
 
     def __init__(self, *rest: Any, **more: Any) -> None:
         registry.apply_transfer()
@@ -67,7 +70,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # its modules are
 def _marked(
     request: "Request", finished: tuple[bool, dict[str, Any] | None]
 ) -> tuple[bool, dict[str, Any] | None]:
-    """Say of what leads to a request's KV which prompt's that is."""
+    """Add the prompt's digest to the parameters that lead to the request's KV."""
     kept, params = finished
     if params:
         params[COMPUTED_FOR] = prompt_digest(request, request.num_prompt_tokens)
@@ -75,7 +78,9 @@ def _marked(
 
 
 def prompt_digest(request: "Request", count: int) -> str | None:
-    """What the KV of the prompt's first tokens depends on. None where that is not known."""
+    """A digest of all that the KV of the prompt's first tokens depends on. None if the tokens are
+    not known.
+    """
     if request.prompt_token_ids is None:
         return None
     adapter = request.lora_request.lora_name if request.lora_request else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No engine: where a custom handler has one of its own, ours is not started."""
+"""No engine: a custom handler may run its own engine, and ours is then not started."""
 
 from pathlib import Path
 from typing import Any

@@ -181,7 +181,7 @@ class VllmEngine:
 
 @contextlib.contextmanager
 def _alive() -> Iterator[None]:
-    """Raise EngineFailed where vLLM says that its engine has died. The server ends of it, too."""
+    """Raise EngineFailed if vLLM reports that its engine has died. This also ends the server."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -202,12 +202,13 @@ async def load(note: Note) -> None:
 async def start(
     arguments: list[str], note: Note, verification: Verification | None = None
 ) -> VllmEngine:
-    """Start vLLM, which was loaded, with these command-line arguments and have it generate once.
+    """Start vLLM, which is already imported, with these command-line arguments, and let it generate
+    once.
 
-    verification: of the KV that comes from tiers.
+    verification: how to verify KV that comes from tiers, if at all.
 
-    The event loop stays free to answer while vLLM loads and compiles in a thread. Raises
-    EngineError when vLLM cannot start; its processes may then still be there.
+    The event loop can answer while a thread loads and compiles. Raises EngineError when vLLM cannot
+    start; vLLM's processes may then still run.
     """
     try:
         plugin.want(os.environ, adapters="--enable-lora" in arguments)
@@ -278,8 +279,8 @@ def _parser() -> Any:
 
 
 def _build(args: Namespace, in_flight: dict[str, Any]) -> Any:
-    """vLLM's client of an engine that it starts. in_flight: the calls, which the client's outputs
-    are told to (calls.Calls). Raises EngineError where this vLLM's outputs cannot be told.
+    """vLLM's client of an engine that it starts. in_flight: the calls that get the client's outputs
+    (calls.Calls). Raises EngineError if this vLLM's outputs cannot be delivered.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.renderers import ChatParams
@@ -325,7 +326,7 @@ takes a tenth of a short request's CPU time, on the ceiling bench.
 
 
 async def _serve(client: Any, args: Namespace, in_flight: dict[str, Any]) -> VllmEngine:
-    """Build vLLM's serving objects, and what answers calls with them.
+    """Build vLLM's serving objects, and the engine that answers calls with them.
 
     vLLM's HTTP app is not built. It would mount its administration, and run any model.py that it
     finds in the model folder as a SageMaker script; a model.py there is LMI's business.
@@ -364,7 +365,7 @@ def _is_constrained(serving: Any) -> bool:
 
 
 def _prepare(hears: bool) -> None:
-    """What has to be there before vLLM builds its serving objects."""
+    """Import the modules that vLLM needs before it builds its serving objects."""
     import serving.engine.calls  # which takes a while
     import serving.engine.texts.chats
     import serving.engine.texts.completions  # noqa: F401
@@ -448,8 +449,9 @@ def _read_form(make: Any, call: Call) -> Any:
 
 
 def _look_up_once(renderer: Any) -> None:
-    """Keep what vLLM looks up again for each request, and is always the same: its variables, and
-    which token ends a text, for which the tokenizer looks through all that it has.
+    """Cache two lookups that vLLM repeats for each request although their results do not change.
+    One is vLLM's environment variables. The other is the token that ends a text; the tokenizer
+    would search its vocabulary.
     """
     from vllm.envs import enable_envs_cache
 
@@ -491,7 +493,7 @@ async def _measure(engine: VllmEngine, model: Any) -> None:
 async def _ask(
     engine: VllmEngine, path: str, body: dict[str, Any], file: bytes | None = None
 ) -> ServingError | None:
-    """Have a call of our own answered, which is no stream. Returns its error."""
+    """Have a call of the server's answered, without a stream. Returns its error."""
     sink: Any = _ErrorSink()
     await engine.generate(Call(path, body, 0, Cancellation(), "slipway", file), sink)
     found: ServingError | None = sink.error
@@ -523,7 +525,7 @@ def _silence() -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """The error in one line."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):

@@ -35,7 +35,7 @@ def _words() -> frozenset[str]:
 
 
 def by_options(message: str) -> str:
-    """A message of vLLM's with the variables of Slipway in the place of vLLM's flags."""
+    """A message of vLLM's, with vLLM's flags replaced by Slipway's variables."""
     return _FLAG.sub(lambda it: _variable(it[0]), message)
 
 
@@ -48,10 +48,10 @@ def _variable(flag: str) -> str:
 
 
 def from_engine(status: int, message: str, parameter: str | None, call: Call) -> ServingError:
-    """The exception for an error of the engine's.
+    """The exception for an error from the engine.
 
-    vLLM likes to repeat what it was sent; a message that repeats the prompt is not passed on. It
-    names adapters by their inner names; clients know their own.
+    vLLM often repeats the input in a message; a message that repeats the prompt is not passed on.
+    vLLM names adapters by their inner names; the message gets their public names.
     """
     if call.adapter:
         message = message.replace(call.adapter, public_name(call.adapter))
@@ -77,8 +77,8 @@ def refused(answer: Any, call: Call) -> ServingError:
 def _repeats_prompt(message: str, body: Mapping[str, Any]) -> bool:
     """Whether a message has a text of the request's prompt in it, or a piece of one.
 
-    A text's beginning is found in any length, another piece where it has twice _PIECE characters.
-    What the message has in vLLM's own words is none, although a prompt may have them as well.
+    A text's beginning is found in any length, another piece if it has twice _PIECE characters.
+    vLLM's own words do not count, although a prompt may contain them.
     """
     if len(message) > _LONGEST:
         return True

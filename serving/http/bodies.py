@@ -17,7 +17,7 @@ FREE = 64 * 1024
 class Writer(Protocol):
     """Writes an answer: `send` of ASGI, and parts of the body without awaiting, in one order.
 
-    What wraps a writer wraps both, and so sees every part of a body.
+    A wrapper of a writer must wrap both, so that it sees every part of a body.
     """
 
     def __call__(self, message: Message) -> Awaitable[None]: ...
@@ -47,9 +47,9 @@ Head = Callable[[Message], Awaitable[Message]]
 
 
 class Answer:
-    """A client's answer (Writer). What changes its head sees no part of the body.
+    """A client's answer (Writer). A wrapper that changes only the head sees no part of the body.
 
-    send: the connection's own, or one that wraps it, and sees all parts.
+    send: the connection's own, or a wrapper of it that sees all parts.
     """
 
     def __init__(self, send: Send) -> None:

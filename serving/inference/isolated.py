@@ -26,10 +26,11 @@ LAST = 2**31 - 1
 
 
 class Isolated(NamedTuple):
-    """What separates a request from others in the engine.
+    """The values that isolate a request from others in the engine.
 
     body: its values, with the model's name. adapter, salt, name_medium, priority: as Call has them.
-    intent: of the request's conversation. retention: the intent for the KV cache tiers.
+    intent: the cache intent of the request's conversation. retention: the same for the KV cache
+    tiers.
     """
 
     body: dict[str, Any]

@@ -19,7 +19,7 @@ _UNREADABLE = (msgspec.ValidationError, TypeError)
 
 
 class RetentionHint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a cache server keeps a request's chunks for.
+    """The worth of a request's chunks to a cache server.
 
     tenant: a digest, "" without tenants. session: of the conversation, "" without one. seconds: how
     long the KV of the whole prompt stays useful after the request. low: whether the KV is worth

@@ -471,7 +471,9 @@ class Supervisor(Container):
         self._spawn(self._drain(entry, self._revision))
 
     async def _drain(self, entry: Entry, revision: int) -> None:
-        """revision: the first revision in which the router sends it no requests."""
+        """Wait until an entry's requests have ended. revision: the first revision that makes the
+        router send it no requests.
+        """
 
         def drained() -> bool:
             told = self._router_end is None or self._seen >= revision

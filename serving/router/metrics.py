@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 
 class Histogram(prometheus_client.Histogram):
-    """One that gathers what every request adds to it as plain numbers, until series are read."""
+    """A histogram that buffers observations as plain numbers until its series are read."""
 
     def _metric_init(self) -> None:
         super()._metric_init()

@@ -152,7 +152,9 @@ class Peers:
             loop.remove_reader(self._inbox)
 
     def announce(self, request: RoutingRequest, replica: str, work: int) -> None:
-        """A request goes to the replica, which has so much to do for it."""
+        """Announce that a request goes to a replica. work: prompt tokens that the replica must
+        compute.
+        """
         if not self._outboxes:
             return
         blocks = None

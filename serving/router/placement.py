@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request goes: the strategy's choice among the replicas that can serve it, and where it
-goes next if that one cannot. The proxy and the endpoint picker decide by this.
+"""The placement of a request: the strategy's choice among the replicas that can serve it, and the
+next replica if that one cannot. The proxy and the endpoint picker both use it.
 """
 
 import asyncio
@@ -118,7 +118,9 @@ class Routing:
     identity: Callable[[Caller, Sequence[str], Phase], bytes | None]
     """The identity of the sender and the phase, for replicas of these names."""
     prefill_tokens: int
-    """Uncached tokens from which a prompt is computed on another server; 0 for never."""
+    """A prompt with at least this many uncached tokens is computed on another server; 0 for
+    never.
+    """
     continues: bool
     """Whether streams are completed by another replica where theirs fails."""
     routes: Routes
@@ -220,7 +222,9 @@ class Placement:
         self.features = _UNREAD
         self._tenant: str | None = None
         self.once = False
-        """Whether two replicas would make two of what it asks for: a session, a file, a batch."""
+        """Whether the request creates something (a session, a file, a batch), so that two replicas
+        would create it twice.
+        """
         self.tried: list[Replica] = []
         self.replica: Replica | None = None
         """The one that it is with."""
@@ -431,8 +435,8 @@ class Placement:
         return end
 
     def identity(self, request: Request, *others: Replica) -> bytes | None:
-        """What tells its replica, or one of the others, who sends the request; b"" where that is
-        told nothing, None where it reads the client's credentials.
+        """The value that tells its replica, or one of the others, who sends the request. b"" if
+        that replica gets no identity; None if it reads the client's credentials.
         """
         assert self.replica
         caller, phase = request.caller, self._phase
@@ -471,7 +475,9 @@ class Placement:
         return conversations.choose(self._policy, self.features, candidates, now)
 
     def _count_turn(self, choice: Choice, candidates: Candidates[Replica]) -> None:
-        """Count a further turn of a conversation: what is computed again, and whether it moves."""
+        """Count a further turn of a conversation: the tokens computed again, and whether its
+        replica changes.
+        """
         conversations, features = self._routing.conversations, self.features
         if self.tried or (repeated := conversations.repeated(features)) is None:
             return

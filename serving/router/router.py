@@ -101,11 +101,11 @@ _COUNT = re.compile("[0-9]{1,9}")
 COMPARED = 1_000
 """Replicas that are compared in a second, where many become ready."""
 SWEEP_S = 1.0
-"""Between two looks for what has waited too long."""
+"""Seconds between two sweeps for requests that have waited too long."""
 
 
 class EndpointPicking(Protocol):
-    """What answers gateways: epp.server.EndpointPicker, which imports gRPC."""
+    """Answers gateways: epp.server.EndpointPicker, which imports gRPC."""
 
     async def start(self) -> None:
         """Listen. Raises CannotListen, OSError."""
@@ -114,11 +114,11 @@ class EndpointPicking(Protocol):
         """Work until cancelled."""
 
     async def stop(self, grace: float) -> None:
-        """Take no more requests, and wait for so many seconds for those under way."""
+        """Take no more requests, and wait for those in flight. grace: seconds to wait."""
 
 
 class Router:
-    """One process's router: what it is made of, its life, and which request goes where."""
+    """The router of one process: its parts, its life cycle, and the routing of requests."""
 
     def __init__(
         self,
@@ -217,13 +217,13 @@ class Router:
         self._idle = asyncio.Event()
 
     def _divides(self, policy: Policy) -> bool:
-        """Whether a request can go to two replicas: they are told so, and the strategy knows what
-        is cached.
+        """Whether a request can be divided between two replicas: the router has a secret to sign
+        the hand-over with, and its strategy knows which tokens are cached.
         """
         return bool(self._settings.router_secret) and isinstance(policy, PrefixAware)
 
     def _endpoint_picker(self) -> EndpointPicking | None:
-        """What answers gateways, where one is to be."""
+        """The endpoint picker for gateways, or None if it is not configured."""
         if not self._settings.epp:
             return None
         # They import gRPC, which only a picker needs.
@@ -278,7 +278,7 @@ class Router:
         await _cancel(*tasks, *self._changes)
 
     def _places(self) -> AsyncGenerator[frozenset[str]]:
-        """Where they are, each time that it changes."""
+        """The addresses of the replicas, now and after each change."""
         if self._models:
             return self._models.places()
         replicas = discovered(self._settings.router_replicas or "")
@@ -298,13 +298,13 @@ class Router:
             await self._picker.stop(0)
 
     async def _finished(self) -> None:
-        """Wait until what is under way is answered."""
+        """Wait until all requests in flight are answered."""
         if self._picker:
             await self._picker.stop(SHUTDOWN.drain)
         await self._idle.wait()
 
     async def _farewell(self) -> None:
-        """Close clients' connections once what was written is sent."""
+        """Close clients' connections once their output is sent."""
         for client in [*self.clients]:
             client.transport.close()
         ended = time.monotonic() + SHUTDOWN.farewell
@@ -321,7 +321,7 @@ class Router:
             self._idle.set()
 
     async def _sweep(self) -> None:
-        """Look for what has waited too long: cheaper than a timer for each."""
+        """End requests that have waited too long; one sweep is cheaper than a timer for each."""
         now = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -516,13 +516,13 @@ class Router:
         return route
 
     def _describes(self, path: str) -> bool:
-        """Whether a path asks for what the model is, by a name that it has."""
+        """Whether a path asks for the description of the served model, by one of its names."""
         named = path.rpartition("/")[2] in self._settings.names_in_paths
         return named and bool(_MANAGED.fullmatch(path))
 
     def _leaves_to_copies(self, route: Route | None, request: Request) -> bool:
-        """Whether a copy of this container answers what a router would not, as one server does:
-        also where that is a refusal.
+        """Whether a copy in this container answers a path that the router does not know, even if
+        the answer is a refusal.
         """
         if route is BATCH:
             return not self._settings.batch_folder
@@ -530,7 +530,7 @@ class Router:
         return route is None and not own
 
     def _identify(self, request: Request, *, inference: bool) -> None:
-        """Find out who sends a request. Raises ServingError where they may not."""
+        """Find out who sends a request. Raises ServingError if the sender may not send it."""
         caller = self._access.caller(request.headers)
         caller.require_path(request.path, inference=inference)
         caller = request.caller = self._objectives.applied(caller, request.named)
@@ -612,7 +612,7 @@ class Router:
         )
 
     def _change(self, responder: WholeResponder, request: Request) -> None:
-        """Have all replicas answer. Their bodies are sent to each, so they have to be here."""
+        """Send the request to all replicas. Each gets the body, so the body must be complete."""
         if request.overflowed:
             if request.size > buffers.MAX_BODY:
                 raise BadRequest(
@@ -659,7 +659,7 @@ class Router:
     async def _describe(
         self, responder: WholeResponder, request: Request, copies: OwnCopies
     ) -> None:
-        """Answer with what the model's copies say of it together."""
+        """Answer with a description of the model, combined from the answers of its copies."""
         try:
             if not (told := await told_by(self.pool, self._asking, copies.numbers, request.path)):
                 raise NotReady(self.pool.trouble())
@@ -692,7 +692,7 @@ def _respond(responder: WholeResponder, found: dict[str, Any]) -> None:
 
 
 def _authorities(file: str | None) -> ssl.SSLContext:
-    """What checks the certificates of encrypted replicas. Raises SettingsError."""
+    """The TLS context that checks the certificates of encrypted replicas. Raises SettingsError."""
     try:
         return ssl.create_default_context(cafile=file)
     except OSError as error:
@@ -703,7 +703,7 @@ def _authorities(file: str | None) -> ssl.SSLContext:
 def _strategy(
     settings: Settings, environ: Mapping[str, str], asking: Asking
 ) -> tuple[Policy, KvAwareness | None]:
-    """What chooses replicas, and what feeds it where it needs more than requests."""
+    """The strategy, and the source of KV events if the strategy needs one."""
     match settings.routing_strategy:
         case "roundrobin":
             return RoundRobin(), None

@@ -80,7 +80,7 @@ class Routes:
         return INFERENCE if method == b"POST" and self._added(path) else route_of(method, path)
 
     def methods(self, path: str) -> list[str]:
-        """The methods that a path answers. None where there is no such path."""
+        """The methods that a path answers. None if the path does not exist."""
         return [INFERENCE.value] if self._added(path) else methods(path)
 
     def template(self, path: str) -> str:
@@ -148,6 +148,6 @@ def template(path: str) -> str:
 
 
 def methods(path: str) -> list[str]:
-    """The methods that a path answers. None where there is no such path."""
+    """The methods that a path answers. None if the path does not exist."""
     routes = ((_INFERENCE, INFERENCE), (_READ, READ), (_CHANGE, CHANGE))
     return [route.value for pattern, route in routes if pattern.fullmatch(path)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router says of itself: /ping, /metrics and /replicas."""
+"""The router's own status: /ping, /metrics and /replicas."""
 
 import os
 from collections.abc import Mapping, Sequence

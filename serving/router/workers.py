@@ -34,7 +34,7 @@ RESTART_S = 1.0
 """Before a process that has died is started again."""
 QUICK_S = 10.0
 QUICK_ENDS = 5
-"""A process that has ended so many times in a row within QUICK_S of its start cannot run."""
+"""A process that ends this many times in a row within QUICK_S of its start cannot run."""
 
 
 def route(
@@ -44,10 +44,10 @@ def route(
     copies: OwnCopies | None = None,
     models: Door | None = None,
 ) -> Exit:
-    """Route until SIGTERM or SIGINT, or until something has failed.
+    """Route until SIGTERM or SIGINT, or until a process or the endpoint picker has failed.
 
-    listener: where there is one already, for one process. copies, models: where they are this
-    container's; several models need one process.
+    listener: a socket that already listens, for one process. copies, models: this container's
+    copies or models, if it has any; several models need one process.
     """
     raise_open_files()  # a request takes two
     keep_freed_memory(FREED)
@@ -85,7 +85,7 @@ class Worker:
 
 
 class Supervisor:
-    """Keeps several processes running, each of which listens on the port for itself."""
+    """Keeps several processes running; each listens on the port itself."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class Supervisor:
             worker.process.terminate()
 
     def _on_end(self, number: int, worker: Worker, exitcode: int) -> int:
-        """Start a process again, unless the router stops or it cannot run. What it adds to the
-        router's exit code.
+        """Start a process again, unless the router stops or the process cannot run. Returns a
+        number to add to the router's exit code.
         """
         if self._stopping:
             return exitcode

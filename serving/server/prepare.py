@@ -39,9 +39,10 @@ LARGEST = 4 * 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What a supervisor has done once for all of its copies. folder, draft: where the model and its
-    draft are. name: the model's folder as the cache server knows it. without_tiers: why the copy is
-    served without KV cache tiers, or empty. others: the other copies, for lines of batches.
+    """The work that a supervisor has done once for all of its copies. folder, draft: the folders of
+    the model and its draft. name: the model's folder as the cache server knows it. without_tiers:
+    the reason why the copy is served without KV cache tiers, or empty. others: the other copies,
+    for lines of batches.
     """
 
     folder: Path
@@ -53,8 +54,8 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """What is to be served: a plan, and where the model and its draft come from. shared: what a
-    supervisor has done, where this is one of several copies. It listens on loopback alone.
+    """A deployment to serve: a plan, and the sources of the model and its draft. shared: a
+    supervisor's work if this is one of several copies; the copy then listens on loopback only.
     """
 
     plan: Plan

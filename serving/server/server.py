@@ -115,8 +115,9 @@ class Server:
         others: OtherCopies | None = None,
         warm: bool = False,
     ) -> None:
-        """start: brings up what serves, and notes meanwhile what it is busy with. plan: as the page
-        at /ui shows it. others: as Backend has it. warm: whether it stops once it is ready.
+        """start: starts the engine or handler, and notes its current step meanwhile. plan: as the
+        page at /ui shows it. others: as Backend has it. warm: whether the server stops once it is
+        ready.
         """
         self._warm = warm
         self._listener = listener

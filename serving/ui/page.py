@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page for people: its files, and the headers they are sent with. It is static, and the same in
-`serve` and `route`; what it shows it asks for, with the key that its reader types in.
+"""The page for people: its files, and the headers they are sent with. The page is static, and the
+same in `serve` and `route`. It requests its data with the key that its reader enters.
 """
 
 from pathlib import Path

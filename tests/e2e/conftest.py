@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers: our program in a process of its own, the real engine in it, a real socket.
+"""Real servers: our program as a separate process, with the real engine and a real socket.
 
-Most are forked from a process that has imported the engine already. Those start as `entrypoint.sh`
-starts them whose start is what is tested.
+Most are forked from a process that has already imported the engine. Tests of the start itself start
+the server as `entrypoint.sh` does.
 """
 
 import contextlib
@@ -37,7 +37,9 @@ __all__ = ["ROOT", "START_S", "Served", "serving"]
 
 
 def _as_ctrl_c(*_: object) -> None:
-    """What ends the tests ends their servers, those of pytest-xdist's processes too."""
+    """A signal that ends the tests also ends their servers, including those of pytest-xdist's
+    processes.
+    """
     for child in psutil.Process().children():
         if "execnet" in " ".join(child.cmdline()):
             child.send_signal(signal.SIGINT)
@@ -99,14 +101,14 @@ class Served(Warm):
         return sum(metrics.total(text, name) for name in names)
 
     def counted(self) -> None:
-        """Wait until vLLM has counted all that it has answered: it does so a moment later, but
-        before its next answer.
+        """Wait until vLLM has counted every answer: it does so a moment after an answer, but before
+        the next one.
         """
         self.invoke({"inputs": "a", "parameters": {"max_new_tokens": 1}}).raise_for_status()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """The engine stands still, so that what it was given is certainly under way."""
+        """Suspend the engine, so that its requests certainly stay in flight."""
         (engine,) = self.children("VLLM::EngineCore")
         engine.suspend()
         try:
@@ -116,7 +118,7 @@ class Served(Warm):
                 engine.resume()
 
     def __exit__(self, *error: object) -> None:
-        """Another may start while this one stops, which is waiting more than work."""
+        """Another server may start while this one stops: stopping is mostly waiting."""
         self.client.close()
         self.openai.close()
         if self.process.poll() is None:
@@ -126,7 +128,7 @@ class Served(Warm):
 
 
 def serving(log: Path, *command: str, **environ: str) -> Served:
-    """A server to be entered; it is forked where no other command is given."""
+    """A server to be entered. It is forked unless a command is given."""
     command = command or PYTHON_SERVES
     if command[0] == sys.executable:
         environ = {**AS_ENTRYPOINT_SH, **environ}
@@ -135,7 +137,7 @@ def serving(log: Path, *command: str, **environ: str) -> Served:
 
 @pytest.fixture(scope="session")
 def tiny_options() -> dict[str, str]:
-    """The tiny model in little memory, which is quicker to reserve."""
+    """The tiny model with little memory, which is faster to reserve."""
     return {
         "OPTION_MODEL_ID": str(tiny.make()),
         "OPTION_MAX_MODEL_LEN": "4096",
@@ -148,7 +150,7 @@ def server(tiny_options, tmp_path_factory):
     """The tiny model, for every test that leaves the server as it was."""
     log = tmp_path_factory.mktemp("server") / "log"
     options = {**tiny_options, "OPTION_BATCH_FOLDER": str(log.with_name("batches"))}
-    # In 16 bits, what else is in the batch decides between near ties.
+    # In 16 bits, the rest of the batch decides between near ties.
     with serving(log, **options, OPTION_DTYPE="float32") as served:
         served.ready()
         yield served

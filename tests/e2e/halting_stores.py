@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`serve` with several copies. While there is the file STORES_HALT, a copy stands still during a
-store: it has reserved memory of the cache server, and has neither written nor committed. The file
-`at` beside it has the process that stands still.
+"""`serve` with several copies. While the file STORES_HALT exists, a copy halts during a store: it
+has reserved memory of the cache server, and has neither written nor committed. The file `at` beside
+it has the id of the halted process.
 
-The cache server forgets silent workers after 30 s, LMCache's least, and not after 120.
+The cache server forgets silent workers after 30 s, LMCache's minimum, instead of 120 s.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`serve`, whose engine gets noise for KV from the tiers: what a fault in them would be like."""
+"""`serve` whose engine gets noise for KV from the tiers, as a fault in them would cause."""
 
 import inspect
 import runpy

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`serve`, whose cache server is started again at once whenever it has ended: for many restarts in
-little time.
+"""`serve` whose cache server is restarted at once whenever it has ended: many restarts take little
+time.
 """
 
 import runpy

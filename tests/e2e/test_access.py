@@ -31,7 +31,7 @@ LMCACHE = "max_local_cpu_size: 0.5\n"
 SECRET = "secret" * 8
 ADMIN = "the-key-of-the-operator"
 SEQUENCES = 4
-"""That the engine works on at once."""
+"""Requests that the engine works on at once."""
 
 
 def bearer(key):
@@ -55,7 +55,7 @@ def options(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(options, tiny_options, tmp_path_factory):
-    # For 10,000 tokens. In 16 bits, how much of a prompt was cached decides between near ties.
+    # For 10,000 tokens. In 16 bits, the cached part of a prompt decides between near ties.
     small = {**tiny_options, "OPTION_KV_CACHE_MEMORY_BYTES": "80M", "OPTION_DTYPE": "float32"}
     small |= {"OPTION_MAX_ROLLING_BATCH_SIZE": str(SEQUENCES)}
     with serving(tmp_path_factory.mktemp("served") / "log", **small, **options) as it:
@@ -172,7 +172,7 @@ LIMITS = {"team-a": 50, "team-b": 120, "team-c": 1000}
 
 @pytest.fixture(scope="module")
 def fleet(tiny_options, tmp_path_factory):
-    """Two servers, a router of two processes, and the Valkey in which all of them count."""
+    """Two servers, a router of two processes, and a shared Valkey that counts for all of them."""
     folder = tmp_path_factory.mktemp("fleet")
     rows = [
         {"name": it, "sha256": keys.digest(it.encode()), "requests_per_minute": limit}
@@ -206,7 +206,7 @@ def fleet(tiny_options, tmp_path_factory):
 
 @contextmanager
 def a_long_minute(port):
-    """No window of the limits ends meanwhile."""
+    """Freeze the limits' windows, so that none ends meanwhile."""
     done = Event()
 
     def renew():
@@ -238,7 +238,7 @@ def test_six_hundred_requests_of_three_keys(fleet):
     before = series(servers, "vllm:generation_tokens_total")
 
     def ask(name):
-        # A connection each: the kernel shares them out among the router's processes.
+        # Separate connections: the kernel distributes them over the router's processes.
         url = httpx.URL(router.url)
         connection = HTTPConnection(url.host, url.port, timeout=60)
         headers = {**bearer(name), "content-type": "application/json"}
@@ -266,7 +266,7 @@ def test_six_hundred_requests_of_three_keys(fleet):
         assert series(servers, f"slipway_tokens_total{labels}") == 2 * count
     assert series(servers, "vllm:generation_tokens_total") - before == 2 * 370
     left = int(answers[-1][1].headers["x-ratelimit-remaining-tokens"])
-    assert 0 < 100_000 - left <= 200 * 8  # what servers have counted, the router knows
+    assert 0 < 100_000 - left <= 200 * 8  # the router knows the servers' counts
 
 
 def test_the_tokens_of_streams_that_are_broken_off(fleet):
@@ -287,5 +287,5 @@ def test_the_tokens_of_streams_that_are_broken_off(fleet):
     lines = [json.loads(line) for it in servers for line in it.log.read_text().splitlines()]
     (line,) = [it for it in lines if it.get("complete") is False]
     assert (line["tenant"], line["completion_tokens"]) == ("team-c", used)
-    # The engine may have worked on more of it, before it heard.
+    # The engine may have computed more of it before it learned of the end.
     assert used <= series(servers, engines) - before[1] < 3000

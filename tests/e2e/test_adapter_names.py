@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On the real engine, adapters under each of the names that training tools write: the adapter's
-answer is not the base's, or the adapter is refused.
+"""On the real engine, adapters with each of the module names that training tools write: the
+adapter's answer differs from the base's, or the adapter is refused.
 """
 
 from typing import Any
@@ -29,12 +29,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seeing(tiny_options, root, tmp_path_factory):
-    """A model of which files, transformers and vLLM name the modules differently."""
+    """A model whose files, transformers and vLLM each name the modules differently."""
     environ = {
         **tiny_options,
         **LORA,
         "OPTION_MODEL_ID": str(tiny_vision.make_renamed()),
-        # Its processor of pictures needs torchvision, which the engine for CPUs has not.
+        # Its image processor needs torchvision, which the engine for CPUs lacks.
         "OPTION_LIMIT_MM_PER_PROMPT": '{"image": 0}',
         "OPTION_MAX_MODEL_LEN": "1024",
         "OPTION_ADAPTER_ROOTS": str(root),

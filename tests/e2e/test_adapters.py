@@ -53,7 +53,7 @@ def served(tiny_options, root, tmp_path_factory):
 
 
 def register(served, name, src, **more):
-    """As SageMaker does it: the parameters in the query, an empty body."""
+    """Registers as SageMaker does: the parameters in the query, an empty body."""
     found = served.client.post("/adapters", params={"name": name, "src": str(src), **more})
     assert found.status_code == 200, found.text
     assert found.json() == {"status": f"Adapter {name} registered"}
@@ -73,7 +73,7 @@ def ask(served, adapter=None, text=QUESTION):
 
 @pytest.fixture(scope="module")
 def alone(served):
-    """What each answers when it is alone."""
+    """The answer of each adapter when it is alone."""
     return {name: ask(served, name)[0] for name in (None, *ALL)}
 
 
@@ -82,7 +82,7 @@ def test_each_adapter_answers_in_its_own_way(alone):
 
 
 def test_embeddings_and_the_head_of_a_language_model(served, alone, root):
-    """With the copies of the model's own weights that PEFT saves beside them."""
+    """The adapters have the copies of the model's own weights that PEFT saves beside them."""
     copy = torch.zeros(tiny.VOCABULARY, 256)
     for name, sides in (
         ("model.embed_tokens", (tiny.VOCABULARY, 256)),
@@ -136,7 +136,7 @@ def test_it_is_chosen_by_model_and_in_lmis_body(served, alone):
 
 
 def test_series_have_the_names_that_requests_have(served):
-    """Gateways route by them, and know nothing of versions."""
+    """Gateways route by these names, and versions mean nothing to them."""
     body = {"model": "one", "prompt": QUESTION, "max_tokens": 200, "ignore_eos": True}
     assert served.client.post("/v1/completions", json=body).status_code == 200
 
@@ -234,7 +234,7 @@ def test_pinned_or_not_more_than_a_batch_takes_have_their_turns(served, root, al
 
 
 def answered(served, adapter, asked):
-    """A body that is answered or refused with a reason. Returns what is wrong with that."""
+    """A body must be answered, or refused with a reason. Returns the fault, or an empty string."""
     headers = {"content-type": "application/json"} | ({HEADER: adapter} if adapter else {})
     body = {"model": adapter or "lmi", **asked.body} if asked.path != "/invocations" else asked.body
     found = served.client.post(asked.path, content=json.dumps(body), headers=headers)
@@ -267,7 +267,7 @@ def test_no_body_ends_the_engine_beside_others(served, alone):
 
 
 def test_a_prompts_log_probabilities_are_those_of_its_own_adapter(served):
-    """Together, in one batch, they are what each is alone."""
+    """The log probabilities of a mixed batch are those of each adapter alone."""
     body = {"prompt": TEXTS[0], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
 
     def of(adapter, text):

@@ -89,7 +89,7 @@ def test_responses_on_invocations(server):
 
 
 def test_messages_on_invocations(server):
-    """As Bedrock's clients have them, and by the route that AWS's vLLM image would be asked for."""
+    """In the form that Bedrock's clients send, and by the route that AWS's vLLM image uses."""
     body = {"messages": SAID, "max_tokens": 4, **GREEDY}
     theirs = server.client.post("/v1/messages", json={"model": "lmi", **body}).json()["content"]
     bedrock = server.invoke({"anthropic_version": "bedrock-2023-05-31", **body})

@@ -34,14 +34,14 @@ from tests.support.models import tiny
 from tools.ceiling.engine import QuickNoModel
 
 TRIES, LAST_TRIES = 2, 60
-"""Of an answer and the same from vLLM's app: tokens that come close together may share an event.
-In the last ones only all of them have to agree.
+"""How often our answer is compared with that of vLLM's app: tokens that arrive close together may
+share an event. In the last tries, the answers may differ in that.
 """
 Run = Callable[[Callable[[Any], Any]], Any]
 CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 SPLIT = [173, 102, 228, 121, 301]
-"""Tokens that are bytes of characters, most of them parts of several."""
+"""Tokens that are bytes of characters; most are parts of several characters."""
 
 OF_BOTH: list[dict[str, Any]] = [
     *({}, {"max_tokens": 1}, {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": None}),
@@ -203,7 +203,7 @@ CHOICE = re.compile(rb'"choices":\[{"index":(\d+)')
 def joined(events: list[bytes]) -> dict[bytes, tuple[list[bytes], list[str]]]:
     """For each choice its events without their texts, equal ones in a row as one; and its text.
 
-    vLLM joins tokens where a machine is slow, and several prompts come in the order of chance.
+    vLLM joins tokens where a machine is slow, and several prompts come in random order.
     """
     found: dict[bytes, tuple[list[bytes], list[str]]] = {}
     for event in events:
@@ -228,8 +228,8 @@ def alike(one: Any, other: Any) -> bool:
 
 
 class Asked:
-    """A request to the engine or to vLLM's app, and what it has answered: the sink of its call. Two
-    of three events can be written where they come.
+    """A request to the engine or to vLLM's app, and its answer: the sink of its call. Two of three
+    events can be written at once.
     """
 
     turn = itertools.cycle((True, True, False))
@@ -247,11 +247,11 @@ class Asked:
         self.error: ServingError | None = None
         self.ends = 0
         self.written = 0
-        """Of the events, where they came."""
+        """How many events were written at once."""
 
     @property
     def heard(self) -> tuple[int, bytes, list[Any]]:
-        """The status, the content type, and the parts without what chance has made."""
+        """The status, the content type, and the parts of the body without random values."""
         if self.error:
             told = (type(self.error), str(self.error), getattr(self.error, "parameter", None))
             status = self.status or shape(self.path).status(self.error)
@@ -264,7 +264,7 @@ class Asked:
 
     async def of(self, engine: Any, steps: bool = False) -> tuple[int, bytes, list[Any]]:
         call = dataclasses.replace(self.call, steps=steps)
-        with contextlib.suppress(Exception):  # which it has answered before
+        with contextlib.suppress(Exception):  # already answered
             assert await engine.generate(call, self) is self.usage
         if not self.cancellation.cause:
             assert self.ends == 1
@@ -333,8 +333,8 @@ class Asked:
 
 @contextlib.contextmanager
 def running(without: Collection[str] = (), **more: Any) -> Iterator[Run]:
-    """Runs a coroutine function with an engine, on the event loop that has it. without: options
-    that it does not have.
+    """Runs a coroutine function with an engine, on the engine's event loop. without: options that
+    the engine does not get.
     """
     options = {
         "model": str(tiny.make()),
@@ -354,7 +354,7 @@ def running(without: Collection[str] = (), **more: Any) -> Iterator[Run]:
             patch.setenv(name, os.environ.get(name, "1"))
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         if more.get("enable_lora"):
-            # vLLM loads plugins once a process, and an earlier engine may have had no adapters.
+            # vLLM loads plugins once per process, and an earlier engine may have had no adapters.
             plugin.want(os.environ, adapters=True)
             plugin.load()
         with asyncio.Runner() as runner:
@@ -378,9 +378,9 @@ def app_of(engine: Any) -> Any:
 
 
 async def from_both(engine: Any, *request: Any) -> tuple[Any, Any, Asked]:
-    """What vLLM's app and ours answer, and our request."""
+    """The answers of vLLM's app and of ours, and our request."""
     for tries in range(TRIES + LAST_TRIES):
-        with warnings.catch_warnings():  # of fields that vLLM is to drop, and tools' strictness
+        with warnings.catch_warnings():  # fields that vLLM deprecates, and tools' strictness
             warnings.simplefilter("ignore", DeprecationWarning)
             vllms = await Asked(*request).of_app(app_of(engine))
             ours = await (one := Asked(*request)).of(engine)
@@ -486,7 +486,7 @@ def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
             await one.of(engine, steps=True)
             if one.written or "stop" in more:  # texts with a stop are held back
                 return [json.loads(line) for line in one.events]
-        assert not direct, "no step was written where it came"
+        assert not direct, "no step was written at once"
         _, _, events = await one.of_app(app_of(engine))
         chunks = [json.loads(it.removeprefix(b"data: ")) for it in events if b"{" in it]
         lines = [steps.step(step(it)) for chunk in chunks for it in chunk["choices"]]
@@ -600,7 +600,7 @@ def test_a_request_that_is_ended_while_it_is_written_is_freed(run, more):
         one = Ends(TEXT, json.dumps(body).encode())
         await one.of(engine)
         await until_async(lambda: engine._client.get_num_unfinished_requests() == 0)
-        assert len(one.events) < 10  # Relay drops what was on its way
+        assert len(one.events) < 10  # Relay drops the events that were still in flight
         await asyncio.sleep(0)  # no interruption is left over
 
     run(end)

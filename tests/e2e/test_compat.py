@@ -56,7 +56,7 @@ def formatted(tiny_options, tmp_path_factory):
 @pytest.mark.parametrize(
     ("adapter", "by"), [(None, "base"), ("one", "one"), ("two", "two"), ("three", "base")]
 )
-def test_processed_by_whom(formatted, adapter, by):
+def test_the_formatter_that_processes_a_request(formatted, adapter, by):
     headers = {HEADER: adapter} if adapter else {}
     answer = formatted.invoke(CHAT, **headers).json()
     assert answer["processed_by"] == by
@@ -92,7 +92,7 @@ def test_formatters_of_other_authors(formatted):
 
 
 def test_lmis_management_api(formatted):
-    """As the client of LMI's own integration tests counts workers."""
+    """Counts workers as the client of LMI's own integration tests does."""
     (described,) = formatted.client.get("/models/lmi").json()
     (group,) = described["models"][0]["workerGroups"]
     assert len(group["workers"]) == 1

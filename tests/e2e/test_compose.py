@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The services of compose.yaml as processes of this machine, with the commands and options that
-are there, and what the monitoring beside it asks them for.
+"""The services of compose.yaml as processes of this machine, with the commands and options of the
+file, and the queries of the monitoring beside it.
 
-Names of hosts become ports of this machine. The servers get less memory, the tiny model, adapters
-and speculation, so that there is nothing on the dashboard that they do not have.
+Host names become ports of this machine. The servers get less memory, the tiny model, adapters and
+speculation, so that they export everything on the dashboard.
 """
 
 import contextlib
@@ -29,13 +29,15 @@ SERVICES = composed.services("cpu")
 
 
 class Here:
-    """Where the services are on this machine: `host:port` of compose.yaml → a port of ours."""
+    """The addresses of the services on this machine: `host:port` of compose.yaml → a port
+    of ours.
+    """
 
     def __init__(self) -> None:
         self.ports: dict[str, int] = {}
 
     def text(self, text: str) -> str:
-        """It, with the places on this machine."""
+        """The text with this machine's addresses."""
         for place, port in self.ports.items():
             text = re.sub(rf"\b{place}\b", f"127.0.0.1:{port}", text)
         return text
@@ -64,7 +66,7 @@ def valkey(here, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(here, valkey, tiny_options, tmp_path_factory):
-    """Both at once, as Compose does."""
+    """Both start at once, as with Compose."""
     folder = tmp_path_factory.mktemp("servers")
     tiny_lora.write(folder / "adapters/one", 1)
     with contextlib.ExitStack() as stack:
@@ -121,7 +123,7 @@ def test_all_are_healthy(all_three):
 def test_a_server_answers_from_what_the_other_has_computed(valkey, servers):
     text, cached = ask(servers["server-1"], prompt("compose"))
     assert cached == 0
-    until(lambda: valkey.dbsize() >= 10)  # it is stored behind the answer
+    until(lambda: valkey.dbsize() >= 10)  # it is stored after the answer
     again, cached = ask(servers["server-2"], prompt("compose"))
     assert cached >= 8 * CHUNK
     assert again == text
@@ -140,7 +142,7 @@ def test_the_router_answers_for_both(router, servers):
 
 @pytest.fixture
 def exported(all_three):
-    """What they export, once all that the dashboard uses is there."""
+    """The series that the servers export, once all series of the dashboard are there."""
 
     def now() -> composed.Known:
         texts = {it.client.get("/metrics").text for it in all_three.values()}
@@ -161,7 +163,7 @@ def test_the_dashboard_asks_for_what_is_exported(exported):
 
 
 def record(exported: composed.Known) -> None:
-    """Of the servers' series, those that are not declared by name in modules of ours."""
+    """Record the servers' series that our modules do not declare by name."""
     kept = ("vllm:", "lmcache_mp_", "slipway_kv_")
     names = [it for it in exported if it.startswith(kept) and not it.endswith("_created")]
     lines = [" ".join([name, *sorted(exported[name])]) for name in sorted(names)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deployment made for LMI, served as it is: in a container's memory, its model in S3."""
+"""A deployment written for LMI, served unchanged: in a container's memory, with its model in S3."""
 
 import json
 import os

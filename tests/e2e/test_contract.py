@@ -35,7 +35,7 @@ class Vllm(contract.Subject):
         self.adapter = adapter
 
     def faulty(self) -> dict[str, Any]:
-        # vLLM looks at it when the stream has begun.
+        # vLLM reads it after the stream has begun.
         return self.body(contract.LONG) | {"logit_bias": {"999999": 1}}
 
     def is_idle(self) -> bool:

@@ -23,7 +23,7 @@ EACH = [
     (path, method)
     for path in PATHS
     for method in METHODS
-    if method in PATHS[path] and "adapters" not in path  # which the session's server has not
+    if method in PATHS[path] and "adapters" not in path  # the session's server has none
 ]
 TOKENS = 3
 PROMPT = {"prompt": "Hi", "max_tokens": TOKENS, "temperature": 0, "seed": 1}
@@ -207,7 +207,7 @@ def ready(served):
 
 
 def test_what_one_copy_has_computed_another_loads(copies):
-    """The copy that has computed a prompt stands still: the other loads it from the tiers."""
+    """The copy that has computed a prompt is suspended. The other one loads it from the tiers."""
     prompt = " ".join(f"shared{n}" for n in range(700))
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
     first = copies.client.post("/v1/completions", json=body, headers={"X-Slipway-Route": "1"})
@@ -230,7 +230,7 @@ def test_what_one_copy_has_computed_another_loads(copies):
 
 
 def a_copy(served):
-    """One of the copies' processes, and the other processes."""
+    """One copy's process, and the other processes."""
     found = parts(served)
     victim = found.pop(ports_of(served)[0])
     return victim, [*found.values()]
@@ -263,7 +263,7 @@ def test_a_copy_that_is_killed_comes_back_with_its_adapters_and_the_other_serves
 def test_a_router_that_is_killed_comes_back(copies):
     router = parts(copies)[copies.port]
     router.kill()
-    # New connections wait in the socket, which the supervisor has as well.
+    # New connections wait in the socket, which the supervisor also has.
     assert httpx.get(f"{copies.url}/ping", timeout=60).status_code in (200, 503)
     until(lambda: httpx.get(f"{copies.url}/ping").status_code == 200, 60)
     copies.client = httpx.Client(base_url=copies.url, timeout=120)
@@ -271,7 +271,7 @@ def test_a_router_that_is_killed_comes_back(copies):
 
 
 def test_sigterm_lets_requests_finish(copies):
-    """The last of this file: it stops the copies."""
+    """The last test of this file: it stops the copies."""
     asked = {"inputs": "Hi", "parameters": {"max_new_tokens": 400}, "stream": True}
     with copies.client.stream("POST", "/invocations", json=asked) as answer:
         got = answer.iter_lines()

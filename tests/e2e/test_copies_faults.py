@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of the model is killed while it stores KV in the cache server that it shares with another.
 
-Nothing that it has not written may be read: not by the other copy, not by the one that comes after
-it, and not from the disk after a restart.
+KV that it reserved and never wrote may not be read: not by the other copy, not by the copy that
+replaces it, and not from the disk after a restart.
 """
 
 import sys
@@ -21,7 +21,7 @@ HALTING = (sys.executable, "tests/e2e/halting_stores.py", "serve")
 YAML = "max_local_cpu_size: 0.25\nlocal_disk: {folder}/kv\nmax_local_disk_size: 1"
 PROMPT = " ".join(f"shared{n}" for n in range(700))
 REAP_S = 30
-"""After which the cache server forgets a silent worker (halting_stores.py)."""
+"""The cache server forgets a silent worker after this time (halting_stores.py)."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_nothing_that_a_copy_had_reserved_and_not_written_is_read(options, tmp_p
     halt, at = tmp_path / "halt", tmp_path / "at"
     with serving(tmp_path / "log", *HALTING, **options) as it:
         it.ready()
-        right, _ = ask(it, **{"x-tenant": "another"})  # who shares no KV with the others
+        right, _ = ask(it, **{"x-tenant": "another"})  # which shares no KV with the others
         halt.touch()
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, it)

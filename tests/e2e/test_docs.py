@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation sends to a server is answered as it shows."""
+"""Requests of the documentation, sent to a server, get the answers that it shows."""
 
 import functools
 import json
@@ -49,7 +49,7 @@ def test_a_curl_line_gets_what_is_shown(command, server):
     ids=lambda it: it.name,
 )
 def test_the_openai_example_gets_an_answer(block, server, monkeypatch):
-    create = functools.partialmethod(Completions.create, max_tokens=16)  # else to the model's limit
+    create = functools.partialmethod(Completions.create, max_tokens=16)  # not to the model's limit
     monkeypatch.setattr(Completions, "create", create)
     text = block.text.replace("http://localhost:8080", server.url)
     assert text != block.text

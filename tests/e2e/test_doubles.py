@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests' engine answers as the real one does: the same calls to both, in status and shape."""
+"""The tests' engine answers as the real one does: both get the same calls, and their answers are
+compared in status and shape.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -64,7 +66,7 @@ def of_the_double() -> list[httpx.Response]:
 
 
 def strays(double: Any, real: Any, where: str = "answer") -> list[str]:
-    """What the double's answer has that the real one's has not, or has as something else."""
+    """The parts of the double's answer that the real answer lacks or has with another type."""
     if isinstance(double, dict) and isinstance(real, dict):
         found = [f"{where}.{key} is not there" for key in double.keys() - real.keys()]
         for key in double.keys() & real.keys():
@@ -86,7 +88,7 @@ def test_calls(server, of_the_double, number):
 
 
 class _Client:
-    """As much of vLLM's client as its registry of adapters calls."""
+    """The part of vLLM's client that its registry of adapters calls."""
 
     model_config = SimpleNamespace(runner_type="generate", max_model_len=10, model="model")
     renderer = input_processor = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forced call fits its function's schema, with a parser of the model's format and without."""
+"""A forced call fits its function's schema, with and without a parser of the model's format."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +60,7 @@ def functions(**more: Any) -> list[dict[str, Any]]:
 
 
 def chat(served, stream: bool, choice: Any, **more: Any) -> tuple[list[Call], str]:
-    """The calls of a chat, and why it ended."""
+    """The calls of a chat, and its finish reason."""
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
     body = {"model": "lmi", "messages": SAY, "tools": functions(), "tool_choice": choice, **more}
@@ -131,7 +131,9 @@ ENDED = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", [chat, messages, responses])
 def test_arguments_fit_the_schema(ask, stream, served):
-    """A random model is asked with room to finish. It may yet write white space to its limit."""
+    """A random model gets enough tokens to finish. It may still write white space up to its
+    limit.
+    """
     cut, whole = ENDED[ask]
 
     def one(seed: int) -> bool:
@@ -193,7 +195,7 @@ def test_a_schema_that_no_grammar_enforces_is_refused(path, served):
 
 
 def test_auto_is_the_models(served, request):
-    """Without a parser nothing could read the call, so it is refused."""
+    """Without a parser the call could not be read, so the request is refused."""
     body = {"messages": SAY, "tools": functions(), "max_tokens": 8}
     answer = served.client.post("/v1/chat/completions", json=body)
     expected = 200 if request.node.callspec.params["served"] == "hermes" else 400

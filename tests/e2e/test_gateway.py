@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Envoy in front of two real engines, which asks `route --epp` where requests go; beside it
-the same router's proxy.
+"""A real Envoy in front of two real engines, which asks `route --epp` where to send requests, and
+beside it the same router's proxy.
 """
 
 import random
@@ -98,7 +98,7 @@ def test_a_session_goes_where_it_began(client):
 
 
 def test_as_much_is_cached_as_with_the_proxy(fleet, client, record_property):
-    """The same documents and questions, told apart by how a document begins."""
+    """The same documents and questions for both; the beginning of a document tells them apart."""
     engines, routed, envoy = fleet
     shares, costs = {}, {}
     for way, it in (("gateway", client), ("proxy", routed.client)):

@@ -23,7 +23,7 @@ MORE = (
     *("--max-model-len", "4096", "--tensor-parallel-size", "1", "--dtype", "float32"),
     *("--kv-cache-memory-bytes", "64M", "--no-enable-prefix-caching"),
 )
-"""What a tiny model on a machine without GPUs wants otherwise; hits come from the tiers alone."""
+"""Options that a tiny model needs on a machine without GPUs. Hits come from the tiers alone."""
 PATIENCE_S = 300
 
 
@@ -70,7 +70,9 @@ def stored(applied) -> int:
 
 
 def test_a_repeat_is_served_from_the_tiers_and_on_each_replica(applied):
-    """Through the router twice; then each replica itself, one of which computed none of it."""
+    """Two requests through the router, then one to each replica; one of the replicas computed none
+    of it.
+    """
     router, *urls = applied.operator.url, *(it.program.url for it in applied.operator.pods)
 
     def total(name: str) -> float:
@@ -140,7 +142,7 @@ def test_a_replica_that_is_killed_comes_back_and_finds_its_caches_in_tiered_stor
 
 
 def test_a_long_prompt_is_computed_by_the_prefill_pod(tmp_path):
-    """HyperPod's `pdSpec`, with a threshold that the tiny model's prompts can be above."""
+    """HyperPod's `pdSpec`, with a threshold that the tiny model's prompts can exceed."""
     endpoint = manifest.read(ROOT / "examples/hyperpod/prefill_decode.yaml")
     operator = Operator(
         dataclasses.replace(endpoint, threshold=500),

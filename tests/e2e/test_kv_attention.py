@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache tiers with every kind of attention, on the real engine: a hit answers as a miss does.
 
-The right answer to a prompt is the one with a `cache_salt` of its own, which nothing can hit. Every
-answer is compared with that: greedy tokens, and their log probabilities. The engine's own cache is
-on, and so small that eight other prompts overwrite it. Prompts are computed in several steps.
+The right answer to a prompt comes from a request with a unique `cache_salt`, which cannot hit
+anything. Every answer is compared with that one: greedy tokens, and their log probabilities. The
+engine's own cache is on, and so small that eight other prompts overwrite it. Prompts are computed
+in several steps.
 """
 
 import base64
@@ -35,7 +36,7 @@ CHUNK = 128
 ROOM = 40 * 128
 """Tokens that the engine's own cache has room for."""
 NEAR = 1e-3
-"""Between log probabilities that are the same: in 32 bits, with prompts cut up in other ways."""
+"""The tolerance between equal log probabilities: in 32 bits, with prompts split differently."""
 TOKENS = 12
 ENGINE = {
     "OPTION_DTYPE": "float32",
@@ -45,7 +46,7 @@ ENGINE = {
     "OPTION_KV_TIERS_VERIFY": "3",
 }
 BLOCKS = {"latent": 16}
-"""Tokens of the engine's block, where they are not 128."""
+"""Tokens of the engine's block, if they are not 128."""
 AS_ON_GPUS: Any = {
     "LMCACHE_MP_TRANSFER_MODE": "lmcache_driven",
     "OPTION_BLOCK_SIZE": "32",
@@ -56,7 +57,7 @@ QUICK_RESTARTS = (sys.executable, "tests/e2e/quick_restarts.py", "serve")
 NOISY = (sys.executable, "tests/e2e/noisy_tiers.py", "serve")
 DIFFERS = "gives another first token than computed KV"
 HITS = 4 * CHUNK
-"""Tokens that have to come from tiers at least, or nothing was compared."""
+"""The minimum of tokens that must come from the tiers: otherwise nothing was compared."""
 _numbers = itertools.count()
 
 
@@ -81,7 +82,7 @@ def embeddings(count: int, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Tiered:
-    """A server with tiers. disk, store: what is behind its memory."""
+    """A server with tiers. disk, store: the tier behind its memory."""
 
     served: Served
     disk: Path | None = None
@@ -130,7 +131,7 @@ class Tiered:
             self.cold(tokens(1500, 10_000 + next(_numbers)), 1)
 
     def settle(self) -> None:
-        """Wait until what was stored is behind memory, too."""
+        """Wait until everything that was stored has also reached the tier behind memory."""
         seen: object = None
         while seen != (seen := self.behind()):
             time.sleep(1)
@@ -141,8 +142,8 @@ class Tiered:
         return found + (self.store.client().dbsize() if self.store else 0)
 
     def restart(self, *, empty: bool = False) -> None:
-        """End the cache server, and wait until one that was started anew stores prompts. empty:
-        what is behind memory is lost, too.
+        """End the cache server, and wait until its successor stores prompts. empty: the tier behind
+        memory is emptied as well.
         """
         restarts = self.served.metric("slipway_kv_cache_server_restarts_total")
         (process,) = self.served.children(CACHE_SERVER)
@@ -170,7 +171,7 @@ class Tiered:
 
 
 def early_tokens_count(tiered: Tiered) -> None:
-    """Without that no comparison would tell anything."""
+    """Without early tokens no comparison would show anything."""
     prompt = tokens(200, 1)
     other = [*prompt[:5], 7, *prompt[6:]]
     first, second = tiered.cold(prompt), tiered.cold(other)
@@ -180,8 +181,8 @@ def early_tokens_count(tiered: Tiered) -> None:
 
 
 def lengths(tiered: Tiered, **more: Any) -> int:
-    """Below and above a window, a chunk and a step; from the engine's cache, and after eviction.
-    Returns the tokens that came from tiers.
+    """Prompts below and above a window, a chunk and a step; from the engine's cache, and after
+    eviction. Returns the number of tokens that came from tiers.
     """
     prompts = [tokens(length, length) for length in (40, 100, 200, 300, 900)]
     for prompt in prompts:
@@ -195,7 +196,9 @@ def lengths(tiered: Tiered, **more: Any) -> int:
 
 
 def more_in_the_engine(tiered: Tiered, **more: Any) -> None:
-    """The tiers lose what the engine still has: a part of what is stored then has left windows."""
+    """The tiers lose KV that the engine still has: when it is stored again, a part of it has left
+    windows.
+    """
     known = [tokens(length, 7 * length) for length in (900, 940)]
     for prompt in known:
         tiered.ask(prompt, 2, **more)
@@ -211,7 +214,7 @@ def more_in_the_engine(tiered: Tiered, **more: Any) -> None:
 
 
 def tenants(tiered: Tiered) -> None:
-    """Two ask the same at once, each with a salt of its own."""
+    """Two tenants send the same prompt at once, each with its salt."""
     prompt = tokens(900, 5)
     right = tiered.cold(prompt)
     for expected in (0, 6 * CHUNK):
@@ -227,7 +230,9 @@ def tenants(tiered: Tiered) -> None:
 
 
 def restarts(tiered: Tiered) -> int:
-    """What is behind memory outlives the cache server. Returns the tokens that came from there."""
+    """KV behind memory survives the cache server. Returns the number of tokens that came from
+    there.
+    """
     prompts = [tokens(length, 11 * length) for length in (300, 900)]
     for prompt in prompts:
         tiered.ask(prompt, 2)
@@ -247,8 +252,8 @@ def tiered(
     command: tuple[str, ...] = QUICK_RESTARTS,
     **more: str,
 ) -> Iterator[Tiered]:
-    """behind: memory alone, with the sizes that are found; or little memory before a disk or a
-    shared store.
+    """behind: "memory" alone, sized by the plan; or a "disk" or a shared "store" behind little
+    memory.
     """
     disk = store = None
     options = {**ENGINE, "OPTION_MODEL_ID": str(tiny_attention.make(kind)), **more}
@@ -295,7 +300,7 @@ def test_a_hit_answers_as_a_miss_does(kind, tmp_path):
 
 
 def embeddings_of_others(tiered: Tiered) -> None:
-    """Embeddings have no tokens, by which tiers tell prompts apart."""
+    """Embeddings have no tokens, and tiers tell prompts apart by their tokens."""
     prompts = (embeddings(400, 1), embeddings(400, 2), [0] * 400)
     for prompt in prompts:
         tiered.same(prompt)
@@ -313,7 +318,7 @@ def test_hits_from_behind_memory(kind, behind, tmp_path):
         assert lengths(it) >= HITS
         assert restarts(it) >= HITS
         more_in_the_engine(it)
-        it.restart()  # what was stored wrongly before would come from there now
+        it.restart()  # KV that was stored wrongly before would be loaded now
         it.evict()
         assert lengths(it) >= HITS
 
@@ -349,7 +354,7 @@ def test_adapters_and_speculation(kind, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["full", "windows_and_full", *OTHERS])
 def test_copying_as_on_gpus(kind, tmp_path):
-    """The cache server copies, and blocks are parts of chunks. Streams of a GPU have no part."""
+    """The cache server copies, and blocks are parts of chunks. A GPU's streams are not involved."""
     with tiered(kind, tmp_path, **AS_ON_GPUS) as it:
         assert lengths(it) >= HITS
         tenants(it)
@@ -358,8 +363,8 @@ def test_copying_as_on_gpus(kind, tmp_path):
 
 @pytest.mark.nightly
 def test_tiers_whose_kv_is_wrong_are_used_no_more(tmp_path):
-    """OPTION_KV_TIERS_VERIFY: the first hits are answered wrongly, and later requests are not,
-    those too whose wrong KV the engine itself has by then.
+    """OPTION_KV_TIERS_VERIFY: the first hits are answered wrongly. Later requests are not, even if
+    the engine itself has their wrong KV by then.
     """
     with tiered("full", tmp_path, command=NOISY, OPTION_KV_TIERS_VERIFY="1") as it:
         prompts = [tokens(300, 13 * number) for number in range(8)]
@@ -410,7 +415,7 @@ def test_models_without_reusable_kv_start_without_tiers(made, tmp_path):
 
 @pytest.mark.nightly
 def test_pictures_with_equal_placeholders(tmp_path):
-    """Pictures of one size have the same tokens; what tells them apart is the picture."""
+    """Pictures of one size have the same tokens, and differ only in their pixels."""
 
     def ask(picture: int, salt: str | None, text: str = "a " * 500) -> tuple[list[float], int]:
         image = Image.effect_noise((32, 32), 10 + 60 * picture).convert("RGB")

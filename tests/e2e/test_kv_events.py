@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's index follows a real engine: what a request leaves in its cache is what is looked
-up for the next.
+"""The router's index follows a real engine: the blocks that a request leaves in the engine's cache
+are found for the next request.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ def anyio_backend():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The tiny model, with a template that shows all that there is of a chat, and a tokenizer that
-    begins what is no chat with a token of its own.
+    """The tiny model with two changes: its template shows every part of a chat, and its tokenizer
+    begins other texts with a special token.
     """
     folder = shutil.copytree(tiny.make(), tmp_path_factory.mktemp("model") / "calling")
     own = AutoTokenizer.from_pretrained(folder)
@@ -194,7 +194,7 @@ async def test_what_the_engine_evicts_is_gone(followed):
 
 
 @pytest.mark.anyio
-async def test_one_who_comes_late_reads_the_log(followed, served, tokenizer):
+async def test_a_late_follower_reads_the_log(followed, served, tokenizer):
     body = {"prompt": f"early {TEXT}", **SHORT}
     await followed.ask(COMPLETIONS, body)
     await followed.until(lambda: followed.index.sizes)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server and the shared store are killed and stopped while loads from them are under way.
+"""The cache server and the shared store are killed and suspended during loads from them.
 
-No request may fail, no engine may end, and every text is that of before. In float32, as how a
-prompt is cut up decides between near ties in 16 bits. For a longer run, of all tiers:
+No request may fail, no engine may end, and every text equals the one from before the faults. The
+model runs in float32: in 16 bits, how a prompt is split decides between near ties. For a longer
+run, of all tiers:
 
-    SLIPWAY_KV_KILLS=150 SLIPWAY_KV_STOPS=30 python -m pytest -s -m "" tests/e2e/test_kv_faults.py
+SLIPWAY_KV_KILLS=150 SLIPWAY_KV_STOPS=30 python -m pytest -s -m "" tests/e2e/test_kv_faults.py
 """
 
 import contextlib
@@ -29,8 +30,8 @@ from tests.support.harness.wait import until
 
 KILLS = int(os.environ.get("SLIPWAY_KV_KILLS", "6"))
 STOPS = int(os.environ.get("SLIPWAY_KV_STOPS", "3"))
-"""Of all the tests together."""
-BACK_S = 180  # until it is used again, on a machine that does much else
+"""For all the tests together."""
+BACK_S = 180  # until it is used again, on a busy machine
 CLIENTS = 8
 PROMPTS = [
     f"{n}: " + "The import statement is one of many that bind names. " * 120 for n in "abcdef"
@@ -43,7 +44,7 @@ YAML = {
 
 
 class Load:
-    """Clients that ask what was asked before, some of which leave."""
+    """Clients that repeat earlier prompts; some leave before the answer."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -91,11 +92,11 @@ class Load:
             client.result()
 
     def hit(self) -> None:
-        """Wait for the next hit: loads are under way."""
+        """Wait for the next hit, which shows that loads are in flight."""
         before, deadline = self.found["hits"], time.monotonic() + BACK_S
         while self.found["hits"] == before:
             assert self._served.process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, f"no hits any more: {self.found}"
+            assert time.monotonic() < deadline, f"no further hits: {self.found}"
             time.sleep(0.01)
 
 
@@ -110,7 +111,7 @@ def fault(process: psutil.Process, kind: str, seconds: float) -> None:
 
 
 def cache_server(served: Served) -> psutil.Process:
-    """It, once it is there again."""
+    """The cache server's process, once it is there again."""
     until(lambda: served.children(CACHE_SERVER), BACK_S)
     return served.children(CACHE_SERVER)[0]
 

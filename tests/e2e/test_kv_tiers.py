@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache tiers on the real engine, LMCache and Valkey: hits, right answers, and faults.
 
-vLLM's own prefix cache is off, so that every hit comes from the tiers, but where it says otherwise.
+vLLM's own prefix cache is off unless a test says otherwise, so that every hit comes from the tiers.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ HIT = 10 * CHUNK
 """Tokens of a prompt() in complete chunks."""
 CACHE_SERVER = "python -m serving.kv_cache.lmcache"
 SHARED = {"OPTION_CACHE_SALT_HEADER": "X-Tenant"}
-"""What instances of a shared store have in common."""
+"""Options that all instances of a shared store need."""
 STRANGERS = ("models/config.json", "0123456789abcdef/m@0x1@0.data", "lmcache/m@0x1@0.data")
-"""Files that are on the disk already."""
+"""Files that are already on the disk."""
 
 
 def prompt(name: str) -> str:
@@ -61,7 +61,7 @@ def ask(served, text, headers=None, **more):
 
 
 def loaded(served, text):
-    """The answer from the tiers: what is asked again is stored behind the first answer."""
+    """The answer from the tiers: the first answer's KV is stored after that answer."""
     until(lambda: ask(served, text)[1] == HIT)
     again, cached = ask(served, text)
     assert cached == HIT
@@ -69,7 +69,7 @@ def loaded(served, text):
 
 
 def metric(served, name):
-    """A series' value; 0 while there is none, as LMCache has no series before its first event."""
+    """A series' value; 0 if it does not exist yet: LMCache has no series before its first event."""
     with contextlib.suppress(LookupError):
         return served.metric(name)
     return 0.0
@@ -82,7 +82,7 @@ def lmcache(served) -> psutil.Process:
 
 
 def disk(options: dict[str, str]) -> Path:
-    """The folder that LMCache's configuration names, and nothing else does."""
+    """The folder that only LMCache's configuration names."""
     return Path(options["OPTION_LMCACHE_CONFIG_FILE"]).parent / "kv"
 
 
@@ -98,7 +98,7 @@ def valkey():
 
 @pytest.fixture(scope="module")
 def tiers(tiny_options, tmp_path_factory):
-    """Options for a server with tiers in a folder of its own."""
+    """Options for a server with tiers in a separate folder."""
 
     def options(name: str, l1: float = 0.5, **more: str) -> dict[str, str]:
         folder = tmp_path_factory.mktemp(name)
@@ -173,7 +173,7 @@ def test_a_cache_server_that_is_killed_is_started_again(first):
         assert {answer.result()[0] for answer in asked} == {text}
     until(lambda: first.metric("slipway_kv_cache_server_restarts_total") == 1)
     until(lambda: first.metric("slipway_kv_cache_server_up") == 1, 120)
-    # What was on disk or in the shared store is found by the new server.
+    # The new server finds the KV that was on disk or in the shared store.
     until(lambda: ask(first, prompt("killed"))[1] > 0)
     assert ask(first, prompt("killed"))[0] == text
 
@@ -187,10 +187,12 @@ def test_a_cache_server_that_hangs_is_started_again(first):
 
 
 def test_the_dashboard_finds_its_series(first):
-    """But those of a router, of adapters and of speculation, which test_compose.py has."""
+    """Except for the series of a router, of adapters and of speculation, which test_compose.py
+    checks.
+    """
     others = ("slipway_router", "slipway_turn", "slipway_adapter", "vllm:spec_decode")
     wanted = {it for it in composed.of_the_dashboard() if not it.startswith(others)}
-    assert ask(first, prompt("killed"))[1] > 0  # from memory now; before, from behind it
+    assert ask(first, prompt("killed"))[1] > 0  # from memory now; before, from the tier behind it
     until(lambda: wanted <= composed.exported(first.client.get("/metrics").text).keys())
 
 
@@ -210,14 +212,16 @@ def second(first, options_of_second, tmp_path_factory):
 def test_another_instance_answers_from_the_shared_store(first, second, valkey):
     before = valkey.client().dbsize()
     text, _ = ask(first, prompt("shared"))
-    until(lambda: valkey.client().dbsize() >= before + HIT // CHUNK)  # it is behind the answer
+    until(lambda: valkey.client().dbsize() >= before + HIT // CHUNK)  # it is after the answer
     again, cached = ask(second, prompt("shared"))
     assert cached >= 8 * CHUNK
     assert again == text
 
 
 def test_chunks_of_another_size_are_not_read(second, options_of_second, tmp_path):
-    """From the same disk and the same shared store: the answer is right, and a miss."""
+    """From the same disk and the same shared store: the answer is right, and the request is
+    a miss.
+    """
     text, _ = ask(second, prompt("of another size"))
     assert loaded(second, prompt("of another size")) == text
     options = {**options_of_second, "LMCACHE_CHUNK_SIZE": str(2 * CHUNK)}
@@ -233,18 +237,20 @@ def test_a_shared_store_that_hangs_costs_one_wait(second, valkey):
     store.suspend()
     ask(second, prompt("hung"))
     until(lambda: "left out until it answers" in second.log.read_text())
-    assert ask(second, prompt("before")) == (text, HIT)  # memory is used on
+    assert ask(second, prompt("before")) == (text, HIT)  # memory is used further
     store.resume()
 
 
 @pytest.fixture(scope="module")
 def stored(first, second, options_of_first):
-    """By name, answers of the first instance and the files of their KV. It has ended then."""
+    """The answers of the first instance and the files of their KV, by name. The instance has ended
+    by then.
+    """
     folder, known = disk(options_of_first), {}
     for name in ("restart", "damaged"):
         before = files(folder)
         text, _ = ask(first, prompt(name))
-        # The disk is written to behind the answer.
+        # The disk is written after the answer.
         until(lambda before=before: len(files(folder) - before) == HIT // CHUNK)
         known[name] = text, files(folder) - before
     assert first.stop() == 0
@@ -253,7 +259,7 @@ def stored(first, second, options_of_first):
 
 @pytest.fixture(scope="module")
 def restarted(stored, second, valkey, options_of_first, tmp_path_factory):
-    """The first instance again, its shared store now behind a slow link."""
+    """The first instance again, with a slow link to its shared store."""
     with slow_link(valkey.port, 4e5) as port:
         options = {**options_of_first, "OPTION_KV_L2_URL": f"redis://127.0.0.1:{port}"}
         with serving(tmp_path_factory.mktemp("restarted") / "log", **options) as served:
@@ -285,14 +291,14 @@ def test_a_damaged_file_is_a_miss(stored, restarted):
         damaged[file] = bytes(content)
     again, cached = ask(restarted, prompt("damaged"))
     assert again == text
-    assert cached in (0, HIT)  # the shared store has it, too
+    assert cached in (0, HIT)  # the shared store also has it
     assert "a file of the disk tier was damaged" in restarted.log.read_text()
     assert not [file for file in files if file.exists() and file.read_bytes() == damaged[file]]
 
 
 def test_a_slow_store_is_not_waited_for(second, restarted):
-    """Once it is known how fast it is, and how fast the engine computes. The prompts are short, or
-    their loads would hold up the look at whether it answers.
+    """The server learns how fast the store is, and how fast the engine computes. The prompts are
+    short: longer loads would delay the check whether the store answers.
     """
     ask(restarted, prompt("the speed of computing"))
     until(lambda: metric(restarted, "slipway_prefill_seconds_per_token"))
@@ -317,7 +323,7 @@ def test_a_shared_store_that_comes_back_is_used_again(second, valkey):
 def test_a_full_disk_fails_no_request(second, options_of_second):
     folder = disk(options_of_second)
     before = set[Path]()
-    while (found := files(folder)) != before:  # until what was stored before is there
+    while (found := files(folder)) != before:  # until the KV from before is there
         before = found
         time.sleep(0.5)
     _, unlimited = lmcache(second).rlimit(psutil.RLIMIT_FSIZE)
@@ -331,14 +337,16 @@ def test_a_full_disk_fails_no_request(second, options_of_second):
 
 
 def test_hits_with_all_else_that_changes_how_prompts_are_computed(tiers, tmp_path):
-    """Prefix caching, chunked prefill and speculation, in memories so small that all evict."""
+    """Prefix caching, chunked prefill and speculation, in memories so small that each of them
+    evicts.
+    """
     options = {
         "OPTION_ENABLE_PREFIX_CACHING": "true",
         "OPTION_MAX_NUM_BATCHED_TOKENS": "512",
         "OPTION_SPECULATIVE_CONFIG": '{"method":"ngram","num_speculative_tokens":3,'
         '"prompt_lookup_max":4}',
         "OPTION_KV_CACHE_MEMORY_BYTES": "40M",
-        "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is cut up decides between near ties
+        "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is split decides between near ties
     }
     options = tiers("evicting", l1=0.04, **options)
     with serving(tmp_path / "log", **options) as served:
@@ -383,7 +391,9 @@ def test_notes_that_cannot_be_written_cost_no_tier(tiny_options, tmp_path):
 
 
 def test_a_port_that_is_taken(monkeypatch):
-    """The cache server says that it did not start; nothing of it is left but the series for it."""
+    """The cache server reports that it did not start. Nothing else of it remains except its
+    series.
+    """
     python = warm_python().executable(["-m", "serving.kv_cache.lmcache"])
     monkeypatch.setattr(sys, "executable", python)
     with socket.create_server(("127.0.0.1", 0)) as taken:

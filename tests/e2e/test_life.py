@@ -17,7 +17,9 @@ from tests.support.harness.wait import until
 
 
 def lines(log):
-    """The lines of the log. All are JSON, whoever wrote them; those of scripts/serve come first."""
+    """The lines of the log. All are JSON, whichever process wrote them; those of scripts/serve come
+    first.
+    """
     told = log.read_text().splitlines()
     return [json.loads(line) for line in told[told.index(first_line(told)) :]]
 
@@ -51,7 +53,7 @@ def test_ping_answers_from_the_first_second_on(served):
         try:
             answer = served.client.get("/ping")
         except httpx.ConnectError:
-            assert first is None, "refused after it had answered"
+            assert first is None, "a connection was refused after an answer"
             time.sleep(0.1)
             continue
         first = first or asked
@@ -81,7 +83,7 @@ def test_the_default_model_knows_the_capital_of_france(served):
     assert "Paris" in answer.choices[0].message.content
 
 
-TOKENS = 20  # a slow machine generates 25 tokens a second, and has 23 s for what is under way
+TOKENS = 20  # a slow machine generates 25 tokens a second, and requests in flight have 23 s
 
 
 def test_sigterm_under_load_loses_nothing(served):
@@ -208,7 +210,7 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(parallel):
             assert ping.status_code == 500
             assert ping.json()["status"] == "failed"
         except httpx.TransportError:
-            pass  # it has gone already
+            pass  # it has ended already
         assert whole.result().status_code == 500
         assert json.loads(stream.result().text.splitlines()[-1])["code"] == 500
     assert parallel.process.wait(STOP_S) == 1
@@ -236,8 +238,8 @@ def test_the_death_of_a_worker_is_told(tiny_options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        # Found by the engine's own process: a byte less than 4,096 tokens take. Where nobody names
-        # the cache's format, the plan finds it.
+        # The engine's own process finds it: one byte less than 4,096 tokens need. If no option
+        # names the cache's format, the plan finds it.
         (
             {"OPTION_KV_CACHE_MEMORY_BYTES": "8388607", "OPTION_KV_CACHE_DTYPE": "auto"},
             "KV cache is needed, which is larger than",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What public documentation gives a container, given to ours: its arguments as they pass
-entrypoint.sh, its variables, the probe on its path, and a request on its endpoint.
+"""Containers of public documentation, run by our server: their arguments as they pass
+entrypoint.sh, their variables, the probe on its path, and a request on its endpoint.
 
 The manifest of HyperPod's documentation is applied as a whole in test_hyperpod.py.
 """
@@ -17,7 +17,9 @@ from tests.e2e.conftest import PYTHON, ROOT, serving
 from tests.support.models import tiny
 
 MOUNT = "/opt/ml/model"
-"""Where a container sees its model; what begins with it is the tiny model's folder here."""
+"""The path of the model in a container. Here, paths that begin with it lead into the tiny model's
+folder.
+"""
 KEPT = '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'
 TOOLKITS = {
     "MODEL_CACHE_ROOT": MOUNT,
@@ -33,8 +35,8 @@ INPUTS = {"inputs": "import", "parameters": {"max_new_tokens": 4}}
 
 
 class Row(NamedTuple):
-    """args, environ: the container's. port: on which it would listen. probe, path: where it is
-    asked whether it is well, and for what. body: the request's.
+    """args, environ, port: the container's. probe: the path of its health check. path, body: those
+    of the request.
     """
 
     args: tuple[str, ...]
@@ -125,7 +127,7 @@ def mounted(tmp_path_factory):
 
 
 NIGHTLY = ("vLLM's server as a module", "LMI's guide to endpoints")
-"""Every check reads how these start. Their servers have the options of the row before."""
+"""Every check reads these rows. Their servers, with the row before's options, start nightly."""
 
 
 def here(it: Any, mounted: str) -> Any:
@@ -133,7 +135,7 @@ def here(it: Any, mounted: str) -> Any:
 
 
 def started_with(row, mounted, folder):
-    """The words that Python gets, and the variables; its port is the container's."""
+    """The words that Python gets, and the variables. The port is the container's."""
     environ = {name: here(it, mounted) for name, it in row.environ.items()}
     environ["SERVING_MODEL_STORE"] = mounted
     words = passed_on([here(it, mounted) for it in row.args], folder)
@@ -166,7 +168,7 @@ def test_it_starts_as_it_is_and_answers(row, mounted, tmp_path):
 
 
 def passed_on(words, folder):
-    """What the real entrypoint.sh gives Python to run."""
+    """The arguments that the real entrypoint.sh passes to Python."""
     shown = folder / "python"
     shown.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     shown.chmod(0o755)
@@ -183,7 +185,7 @@ def passed_on(words, folder):
 
 
 def listens(words, environ):
-    """The port that the container would have; the tests' own comes from OPTION_PORT."""
+    """The container's port; the tests' own port comes from OPTION_PORT."""
     called = arguments.called(words, environ)
     assert called is not None
     verb, words, environ = called

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode apart without a store: two real engines, of which one fetches by NIXL the KV
-that the other has computed. Without a GPU that is from one's memory to the other's.
+"""Prefill and decode on separate servers without a store: of two real engines, one fetches by NIXL
+the KV that the other has computed. Without a GPU it goes from memory to memory.
 """
 
 import json
@@ -21,16 +21,16 @@ CONNECTOR = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"kv_lease_duration": 60},  # for machines that do much else
+    "kv_connector_extra_config": {"kv_lease_duration": 60},  # for busy machines
 }
 FETCHED = 400
-"""Tokens of a prompt() that are certainly fetched."""
+"""The minimum of a prompt()'s tokens that are fetched."""
 USAGE = "vllm:kv_cache_usage_perc"
 SOURCES = "vllm:prompt_tokens_by_source_total"
 
 
 class Fleet:
-    """A server of each role, and the router."""
+    """One server of each role, and the router."""
 
     def __init__(self, stack: ExitStack, folder, options) -> None:
         self._stack, self.folder, self._options = stack, folder, options
@@ -40,7 +40,7 @@ class Fleet:
         self.decodes.ready()
         self.list_both()
         for served in (self.prefills, self.decodes):
-            # The first chat and the first adapter may take longer than KV is kept.
+            # The first chat and the first adapter may take longer than KV is kept for.
             ask(served, "Hi", "/v1/chat/completions")
             source = {"name": "one", "src": str(folder / "adapters" / "one")}
             assert served.client.post("/adapters", params=source).status_code == 200
@@ -79,7 +79,7 @@ class Fleet:
         until(lambda: self.routed.total("slipway_router_replica_ready") == 2)
 
     def adapters(self) -> list[int]:
-        """How many the router knows of each."""
+        """How many adapters the router knows of each server."""
         rows = self.routed.client.get("/replicas").json()["replicas"]
         return [row["adapters"] for row in rows]
 
@@ -87,7 +87,7 @@ class Fleet:
         return handed_over(self.routed)
 
     def fetched(self) -> float:
-        """Tokens that the one that decodes has fetched."""
+        """Tokens that the decoding server has fetched."""
         self.decodes.counted()
         found = metrics.samples(self.decodes.client.get("/metrics").text, SOURCES)
         return sum(it.value for it in found if it.labels["source"] == "external_kv_transfer")
@@ -101,7 +101,7 @@ def fleet(tiny_options, tmp_path_factory) -> Iterator[Fleet]:
     with ExitStack() as stack:
         options = {
             **tiny_options,
-            "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is cut up decides near ties
+            "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is split decides near ties
             "OPTION_KV_TRANSFER_CONFIG": json.dumps(CONNECTOR),
             "OPTION_CACHE_SALT_HEADER": "X-Tenant",
             "OPTION_ROUTER_SECRET": SECRET,
@@ -113,8 +113,8 @@ def fleet(tiny_options, tmp_path_factory) -> Iterator[Fleet]:
 
 
 def test_an_answer_is_that_of_one_server_and_its_prompt_is_fetched(fleet):
-    """In every API, for tenants and adapters too; with what the server that prefills answers by
-    itself.
+    """In every API, with tenants and adapters. The prefilling server's own answer is also
+    compared.
     """
     asked = [
         ("/v1/completions", {}),
@@ -182,7 +182,9 @@ def test_nobody_else_can_have_kv_fetched_or_kept(fleet):
 
 @pytest.mark.nightly
 def test_kv_that_nobody_fetches_is_given_up(fleet):
-    """The one that prefills keeps it while the other, which is held, does not answer."""
+    """The prefilling server keeps the KV while the other server is suspended and does not
+    answer.
+    """
     until(lambda: fleet.prefills.metric(USAGE) == 0)
     before = fleet.handed_over()
     with ThreadPoolExecutor(1) as pool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Far more clients than the real engine has room for, and clients that leave or ask again."""
+"""Far more clients than the real engine has room for, and clients that leave or retry."""
 
 import asyncio
 import json
@@ -14,13 +14,13 @@ SEQUENCES = 8
 SHARE = 10  # that many, and a quarter more
 QUEUE = 64
 CLIENTS = 512
-DEADLINE_S = 300  # of a machine that does much else; who would wait for longer is refused
+DEADLINE_S = 300  # for a busy machine; a request that would wait longer is refused
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def small(tiny_options, tmp_path_factory):
-    """The tiny model with room for few."""
+    """The tiny model with room for few requests."""
     environ = tiny_options | {
         "OPTION_MAX_ROLLING_BATCH_SIZE": str(SEQUENCES),
         "SERVING_JOB_QUEUE_SIZE": str(QUEUE),
@@ -98,7 +98,9 @@ def test_clients_that_leave_while_they_wait_and_after(small):
 
 
 def test_a_retry_is_not_computed_again(small):
-    """As boto3 does it: the connection is closed after a time-out, and the request sent again."""
+    """boto3 retries in this way: it closes the connection after a time-out, and sends the request
+    again.
+    """
     computed, shared = "vllm:prompt_tokens_total", "slipway_requests_deduplicated_total"
     small.counted()
     before, once = small.metric(computed), small.metric(shared)

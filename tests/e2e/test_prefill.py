@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode apart: two real engines with one Valkey between them, behind a router."""
+"""Prefill and decode on separate servers: two real engines share a Valkey, behind a router."""
 
 import itertools
 import json
@@ -31,14 +31,14 @@ def prompt(name: str) -> str:
 
 
 def handed_over(routed: Served) -> float:
-    """How many prompts a router has had one server compute for another."""
+    """How many prompts one server has computed for another, by a router's count."""
     text = routed.client.get("/metrics").text
     ended = metrics.samples(text, "slipway_router_prefills_total")
     return sum(it.value for it in ended if it.labels["end"] == "handed_over")
 
 
 class Fleet:
-    """Servers of one store, each by its role, and the router."""
+    """Servers with one store, by their roles, and the router."""
 
     def __init__(self, stack: ExitStack, folder, options) -> None:
         self._stack, self.folder = stack, folder
@@ -94,7 +94,7 @@ def fleet(tiny_options, tmp_path_factory) -> Iterator[Fleet]:
     with ExitStack() as stack:
         options = {
             **tiny_options,
-            "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is cut up decides near ties
+            "OPTION_DTYPE": "float32",  # in 16 bits, how a prompt is split decides near ties
             "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
             "OPTION_CACHE_SALT_HEADER": "X-Tenant",
             "OPTION_ROUTER_SECRET": SECRET,
@@ -121,8 +121,8 @@ def ask(served: Served, text: str, path: str = "/v1/completions", **headers: str
 
 
 def test_an_answer_is_that_of_one_server_and_its_prompt_is_not_computed_again(fleet):
-    """In every API, for tenants and adapters too; with what the server that prefills answers by
-    itself.
+    """In every API, with tenants and adapters. The prefilling server's own answer is also
+    compared.
     """
     registered = fleet.routed.client.post(
         "/adapters", params={"name": "one", "src": str(fleet.folder / "adapters" / "one")}
@@ -138,7 +138,7 @@ def test_an_answer_is_that_of_one_server_and_its_prompt_is_not_computed_again(fl
     for path, headers in asked:
         before = fleet.handed_over()
         text, cached = ask(fleet.routed, prompt("equal"), path, **headers)
-        assert cached >= HIT  # loaded by the server that decodes, which has not seen it before
+        assert cached >= HIT  # the decoding server loads it, and has not seen it before
         assert fleet.handed_over() == before + 1
         assert ask(fleet.prefills, prompt("equal"), path, **headers)[0] == text
         texts.add(text)
@@ -168,7 +168,7 @@ def test_a_prompt_is_handed_over_behind_a_gateway(fleet):
 
 
 def test_prompts_that_others_computed_count_once(fleet):
-    """For whoever sends them: at the server that answers."""
+    """Their tokens count at the server that answers."""
     series = "slipway_tokens_total"
     before = [it.total(series) for it in (fleet.prefills, fleet.decodes)]
     ask(fleet.routed, prompt("counted"))
@@ -178,8 +178,8 @@ def test_prompts_that_others_computed_count_once(fleet):
 
 
 def under_load(fleet: Fleet, name: str, fault: Callable[[], None]) -> None:
-    """Have a fault in the middle of answers to long prompts: each has its answer all the same, and
-    that is the one it has without the fault.
+    """Cause a fault in the middle of answers to long prompts: each request still gets its answer,
+    the same as without the fault.
     """
     prompts = [prompt(f"{name} {number}") for number in range(12)]
     before = fleet.handed_over()
@@ -192,7 +192,7 @@ def under_load(fleet: Fleet, name: str, fault: Callable[[], None]) -> None:
 
 
 def hands_over(fleet: Fleet, name: str) -> None:
-    """Wait until prompts are loaded from the store again."""
+    """Wait until the store serves prompts again."""
     numbers = itertools.count()
     until(lambda: ask(fleet.routed, prompt(f"{name} {next(numbers)} again"))[1] >= HIT, every=0.5)
 
@@ -223,5 +223,5 @@ def test_a_prefill_server_that_is_killed_loses_nothing(fleet):
 
 
 def test_a_decoding_server_that_is_killed_loses_nothing(fleet):
-    """The one that prefills answers then."""
+    """The prefilling server answers then."""
     under_load(fleet, "decode", fleet.decodes.kill)

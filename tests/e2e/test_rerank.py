@@ -20,7 +20,7 @@ DOCUMENTS = ["The import statement finds a module.", "A class is made.", "Number
 
 @pytest.fixture(scope="module")
 def access(tmp_path_factory):
-    """The keys of the server and of the router before it."""
+    """The keys of the server and of the router in front of it."""
     rows = [{"name": it, "sha256": keys.digest(it.encode())} for it in ("own", "shop")]
     file = tmp_path_factory.mktemp("keys") / "keys.json"
     file.write_text(json.dumps({"keys": [rows[0], {**rows[1], "requests_per_minute": 5}]}))
@@ -134,7 +134,7 @@ def test_what_is_refused(reranker):
 
 @pytest.mark.parametrize("strategy", ["kvaware", "session"])
 def test_through_a_router_with_keys(reranker, access, tmp_path, strategy):
-    """Which reads no cached prefix out of documents, and holds keys to their limits."""
+    """The router reads no cached prefix out of documents, and applies the keys' limits."""
     environ = {**access, "OPTION_MODEL_ID": str(tiny_reranker.make())}
     with routing([reranker], tmp_path / "log", strategy, **environ) as routed:
         routed.ready()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router in front of two real engines: everything a client does with one server, and what only
-several can do.
+"""The router in front of two real engines: everything that a client does with one server, and the
+functions that need several.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def started(folder, tiny_options):
 
 @pytest.fixture
 def routed(engines, tmp_path, request):
-    """A router with the strategy that the test asks for."""
+    """A router with the test's strategy."""
     strategy = getattr(request, "param", "kvaware")
     with routing(engines, tmp_path / "log", strategy) as it:
         yield it
@@ -104,7 +104,7 @@ def test_the_apis_are_those_of_one_server(routed, tiny_options):
 
 
 def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path):
-    """Prompts sent past the router, in every format, which then come through it."""
+    """Prompts in every format go to the engines directly first, and later through the router."""
     texts = [f"{n} {WORDS}" for n in range(6)]
     hits = "vllm:prefix_cache_hits_total"
 
@@ -131,7 +131,7 @@ def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path
             ready(routed)
             until(lambda it=routed: all(row["kv_cache_known"] for row in replicas(it)))
             found = sum(asks(routed.client, text) for text in texts)
-            # On a machine that does much else, tokens may come too late to be routed by.
+            # On a busy machine, tokens may come too late to be routed by.
             series = 'slipway_router_fallbacks_total{reason="time"} '
             lines = routed.client.get("/metrics").text.splitlines()
             late = sum(float(line.split()[-1]) for line in lines if line.startswith(series))
@@ -141,13 +141,13 @@ def test_kv_aware_finds_what_engines_have_also_after_a_restart(engines, tmp_path
 
 @pytest.mark.parametrize("routed", ["prefixaware", "kvaware"], indirect=True)
 def test_an_agent_goes_on_where_it_began(routed, engines):
-    """With each strategy turns would alternate between replicas of which none has the first."""
+    """With either strategy, turns would otherwise alternate between the replicas."""
     ready(routed)
     until(lambda: all(row.get("kv_cache_known", True) for row in replicas(routed)))
     said: dict[str, Any] = {"stream": False, "tools": []}
     call = {"id": "1", "call_id": "1", "name": "look", "input": {}, "arguments": "{}"}
     for n in range(4):
-        task = f"{routed.port} {n} {WORDS}"  # one that no engine has seen
+        task = f"{routed.port} {n} {WORDS}"  # a task that no engine has seen
         further = agents.codex_goes_on(call, WORDS)
         first = agents.codex(task, **said, max_output_tokens=1)
         second = agents.codex(task, *further, **said, max_output_tokens=1)
@@ -165,7 +165,7 @@ def test_an_agent_goes_on_where_it_began(routed, engines):
 
 
 def asked_by(routed: Served, path: str, body: object) -> tuple[str, dict[str, Any]]:
-    """The replica that answers an agent, and what it answers."""
+    """The replica that answers an agent, and its answer."""
     answer = routed.client.post(path, json=body, headers={"X-Slipway-Route": "1"})
     assert answer.status_code == 200, answer.text
     return answer.headers["x-slipway-route"].split()[1], answer.json()
@@ -214,7 +214,9 @@ def engines_with_memory(tiny_options, tmp_path_factory, collector):
 
 @pytest.mark.parametrize("strategy", ["prefixaware", "kvaware"])
 def test_each_document_is_computed_on_one_replica(engines_with_memory, tmp_path, strategy):
-    """Twice in random order: what an engine has let go is loaded from its memory tier."""
+    """Two rounds in random order: a prefix that an engine has evicted is loaded from its memory
+    tier.
+    """
     engines = engines_with_memory
     draw, computed = random.Random(strategy), "vllm:request_prefill_kv_computed_tokens_sum"
     homes: list[set[str]] = [set() for _ in range(DOCUMENTS)]
@@ -234,14 +236,14 @@ def test_each_document_is_computed_on_one_replica(engines_with_memory, tmp_path,
     first, second = counts
     assert first > DOCUMENTS * 5 * CHUNK
     assert second < 0.1 * first
-    # By the names of HyperPod's documentation.
+    # Under the names in HyperPod's documentation.
     for it in engines:
         for name in ("lmcache:num_lookup_hits_total", "lmcache:num_hit_tokens_total"):
             until(lambda it=it, name=name: it.metric(name) >= 5 * CHUNK)
 
 
 def ask_for(routed: Served, strategy: str, n: int) -> tuple[str, int]:
-    """Ask about a document. The replica that answers, and how many tokens it had to compute."""
+    """Ask about a document. Returns the answering replica, and how many tokens it computed."""
     text = (
         f"{strategy}, document {n:02}: "
         + "The import statement is one of many that bind names. " * 116
@@ -258,7 +260,7 @@ def ask_for(routed: Served, strategy: str, n: int) -> tuple[str, int]:
 
 
 def reported(rows: list[dict[str, Any]], strategy: str) -> bool:
-    """Whether the router knows how much the memory tiers hold, and what it is."""
+    """Whether the router knows the size of the memory tiers and their contents."""
     known = sum(row["kv_tokens_reported"]["memory"] for row in rows if strategy == "kvaware")
     return all(row["kv_tier_tokens"]["memory"] > 30 * 5 * CHUNK for row in rows) and (
         strategy != "kvaware" or known >= DOCUMENTS * 5 * CHUNK
@@ -267,7 +269,7 @@ def reported(rows: list[dict[str, Any]], strategy: str) -> bool:
 
 @contextlib.contextmanager
 def refusing(engine: Served):
-    """A replica that looks as this one does, and has no room for any request."""
+    """A replica that mirrors this one's state, and refuses every request for lack of room."""
 
     class Busy(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -296,7 +298,7 @@ def refusing(engine: Served):
 
 
 def whole(collector, trace, parent):
-    """The spans of a trace, once the engine's have come, and all in which others are."""
+    """The spans of a trace, once the engine's spans and all parents have arrived."""
 
     def complete():
         found = collector.of(trace)
@@ -310,7 +312,7 @@ def whole(collector, trace, parent):
 
 
 def test_a_trace_goes_from_the_client_into_the_engine(engines_with_memory, collector, tmp_path):
-    """Of a request that one replica refuses, and whose adapter the other one loads."""
+    """The request is refused by one replica; the other replica loads its adapter."""
     engine, parent, id_ = engines_with_memory[0], "7" * 16, "sk-proj-" + "x" * 48
     source = {"name": "one", "src": str(engine.log.parent / "one")}
     body = {"model": "one", "prompt": f"my own words {WORDS}", "max_tokens": 4}
@@ -365,7 +367,9 @@ STREAMS = 50
 
 
 def stream(n: int) -> tuple[str, dict[str, Any]]:
-    """The path and body of a stream: greedy ones, and some whose rest cannot come from tokens."""
+    """The path and body of a stream: greedy ones, and some whose rest cannot be continued from
+    tokens.
+    """
     body: dict[str, Any] = {
         "max_tokens": 100,
         "temperature": 0,
@@ -384,7 +388,7 @@ def stream(n: int) -> tuple[str, dict[str, Any]]:
 
 
 def read(served: Served, n: int, begun: Callable[[], object]) -> tuple[str, int, list[int]]:
-    """A stream's text, how many names it has, and its counts of tokens."""
+    """A stream's text, its number of different ids, and its token counts."""
     path, body = stream(n)
     with served.client.stream("POST", path, json=body) as answer:
         lines = []
@@ -407,7 +411,7 @@ def under_way(routed: Served) -> dict[str, int]:
 
 
 def series(parser, text):
-    """Names and labels, by a parser that takes nothing which is not of its format."""
+    """Names and labels, read by a parser that accepts only its own format."""
     return {
         (sample.name, frozenset(sample.labels.items()))
         for family in parser(text)
@@ -422,7 +426,7 @@ def test_a_scraper_gets_the_same_series_in_openmetrics(engines_with_memory):
     asks = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.2"}
     found = [""]
 
-    def same():  # but for one that has come in between
+    def same():  # except for a request that has come in between
         found[:] = [it.client.get("/metrics", headers=headers).text for headers in (asks, {})]
         return series(openmetrics_parser, found[0]) == series(text_parser, found[1])
 
@@ -432,7 +436,7 @@ def test_a_scraper_gets_the_same_series_in_openmetrics(engines_with_memory):
 
 
 def test_streams_outlive_their_replica(engines_with_memory, tmp_path):
-    """Last of these engines: one is killed while each of its streams is under way."""
+    """The last test of these engines: it kills one while its streams are in flight."""
     victim, other = engines_with_memory
     environ = {"OPTION_ROUTER_CONTINUE_STREAMS": "true"}
     begun = threading.Semaphore(0)
@@ -480,7 +484,7 @@ def test_a_session_goes_where_it_began(engines, routed):
 
 
 def test_an_engine_that_stops_or_dies_costs_no_answer(engines, routed):
-    """Last: it takes the engines down."""
+    """The last test: it takes the engines down."""
     ready(routed)
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 30, "ignore_eos_token": True}}
     failures: list[httpx.Response] = []

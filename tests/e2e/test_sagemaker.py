@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SageMaker's life of an endpoint on the real engine, and SageMaker's contract, rule by rule."""
+"""The life of a SageMaker endpoint on the real engine, and SageMaker's contract, rule by rule."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ from tools.sagemaker_local.wire import Key
 
 @pytest.fixture
 def s3(tmp_path):
-    """A folder that stands for S3, with three adapters."""
+    """A folder that simulates S3, with three adapters."""
     make_adapters.make(tmp_path / "bucket")
     return tmp_path
 
@@ -80,7 +80,7 @@ def test_every_rule_of_the_contract_is_kept(tiny_options, tmp_path):
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
-    """What the stand-in runs as a container's image."""
+    """The executable that the stand-in runs as a container's image."""
     file = tmp_path_factory.mktemp("image") / "serving"
     python = warm_python().executable(["-m", "serving"])
     file.write_text(f'#!/bin/sh\nexec {python} -m serving "$@"\n')
@@ -89,7 +89,7 @@ def image(tmp_path_factory):
 
 
 def test_an_adapter_component_brings_its_formatter(tiny_options, image, tmp_path):
-    """A model.py in its archive formats what the adapter answers, and nothing else."""
+    """A model.py in the component's archive formats the adapter's answers, and no other answers."""
     bucket = tmp_path / "s3" / "bucket"
     bucket.mkdir(parents=True)
     for seed, name in enumerate(("plain", "formatted"), 1):
@@ -166,7 +166,7 @@ ROLE = "arn:aws:iam::123456789012:role/serving"
 
 
 def clients(url):
-    """Of the stand-in's control plane, and of its runtime."""
+    """The clients of the stand-in's control plane, and of its runtime."""
     options: dict[str, Any] = {"endpoint_url": url, "region_name": "us-east-1"}
     options |= {"aws_access_key_id": KEY.id, "aws_secret_access_key": KEY.secret}
     return boto3.client("sagemaker", **options), boto3.client("sagemaker-runtime", **options)
@@ -176,7 +176,7 @@ BLOCK = 128
 """Tokens, without a GPU."""
 TURNS = 5
 SAID = "The import statement is one of many that bind names. " * 20
-"""What a user says in a turn: more than a block of the engine's cache."""
+"""A user's message in a turn: more than a block of the engine's cache."""
 
 
 @pytest.fixture(scope="module")
@@ -231,12 +231,12 @@ def test_a_conversation_finds_its_cache_where_its_session_began(runtime):
         assert tokens[0][1] == 0
         for (before, _), (_, cached) in itertools.pairwise(tokens):
             assert cached >= before - before % BLOCK
-    # Without one, a turn may go to the copy that has not seen the conversation.
+    # Otherwise a turn may go to the copy that has not seen the conversation.
     assert 0 in [cached for _, cached in conversation(runtime, "none")[1:]]
 
 
 def test_agents_at_work(runtime):
-    """By the route that clients of AWS's vLLM image ask for, streamed, with calls."""
+    """By the route that clients of AWS's vLLM image use, streamed, with calls."""
 
     def ask(path, body):
         answer = runtime.invoke_endpoint_with_response_stream(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hostile requests do to the real engine, and secure mode around it."""
+"""Hostile requests to the real engine, and secure mode around it."""
 
 import json
 import shutil
@@ -50,7 +50,9 @@ BY_METHOD = {"/adapters", "/adapters/{adapter_name}"}  # which are Slipway's own
 
 
 def test_nothing_else_of_vllms_app_is_there(server):
-    """Administration, development and all that vLLM serves with every switch on."""
+    """Routes for administration and development, and all others that vLLM serves with every switch
+    on.
+    """
     environ = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     environ |= {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "VLLM_LOGGING_LEVEL": "ERROR"}
     ended = subprocess.run(
@@ -110,14 +112,14 @@ def of_properties(count):
     return PROMPT | {"structured_outputs": {"json": {"type": "object", "properties": properties}}}
 
 
-# These are answered, or refused, and nobody waits for them.
+# These are answered or refused at once.
 GRAMMARS = [
     PROMPT | {"response_format": SCHEMA},
     PROMPT | {"structured_outputs": {"regex": "((a+)+)+b" * 20}},
     PROMPT | {"structured_outputs": {"regex": "((a{0,200}){0,200}){0,200}"}},
     PROMPT | {"structured_outputs": {"grammar": 'root ::= ("a"{1,1000}){1,1000}'}},
     of_properties(400),
-    # As many as go into the limit: the engine works on it for a minute.
+    # As many as the limit allows: the engine works on it for a minute.
     pytest.param(of_properties(1800), marks=pytest.mark.nightly),
     PROMPT | {"structured_outputs": {"choice": [f"word {n}" for n in range(4000)]}},
 ]

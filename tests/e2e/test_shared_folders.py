@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines that share a list of adapters, and files and batches. Some start late, one is
+"""Real engines that share a list of adapters, files and batches. Some start late, and one is
 killed.
 """
 
@@ -72,14 +72,14 @@ def test_a_server_that_starts_late_has_the_adapters(first, late, folder, store):
     until(lambda: late.client.get("/adapters/one").status_code == 404)
     with store.client(db=1) as client:
         client.flushall()
-        until(lambda: client.hgetall(ListStore.KEY))  # the servers list again what they have
+        until(lambda: client.hgetall(ListStore.KEY))  # the servers list their adapters again
     for it in (first, late):
         assert it.client.get("/adapters/two").status_code == 200
         assert it.client.get("/adapters/one").status_code == 404
 
 
 def test_every_adapter_answers_alike_on_each_of_three_servers(first, late, options, folder):
-    """The third is started behind a router that runs, after all of them were registered."""
+    """The third server is started behind a running router, after all adapters were registered."""
     whole = {"inputs": "Hi", "parameters": {"max_new_tokens": 16, "temperature": 0}}
     for name in ("one", "two"):
         first.client.post("/adapters", params={"name": name, "src": str(folder / name)})
@@ -103,7 +103,7 @@ def test_every_adapter_answers_alike_on_each_of_three_servers(first, late, optio
 
 
 def test_batches_through_a_router(first, late, folder, tmp_path):
-    """Each request goes to the other server: what one has made the other knows."""
+    """Each request goes to the other server, which knows the files and batches of the first."""
     environ = {"OPTION_BATCH_FOLDER": str(folder / "batches")}
     with routing([first, late], tmp_path / "log", "roundrobin", **environ) as routed:
         ready(routed)
@@ -176,7 +176,7 @@ def lines(url, body, count) -> bytes:
 
 
 def test_a_server_that_is_killed_in_a_batch_leaves_it_to_the_other(first, late, folder):
-    """Nothing is lost, and nothing is there twice."""
+    """No line is lost, and no line is answered twice."""
     said = [{"role": "user", "content": "Hi"}]
     body = {"model": "two", "max_tokens": 32, "ignore_eos": True, "messages": said}
     url = "/v1/chat/completions"
@@ -195,7 +195,7 @@ def test_a_server_that_is_killed_in_a_batch_leaves_it_to_the_other(first, late, 
     first.process.kill()
     first.process.wait()
     before = answers()
-    assert before.count(b"\n") < 60, "it was too quick to be killed"
+    assert before.count(b"\n") < 60, "the batch ended before its server could be killed"
 
     client = late.openai
 

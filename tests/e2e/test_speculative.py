@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding on the real engine: what is drafted changes how fast, never what."""
+"""Speculative decoding on the real engine: a draft changes the speed of an answer, never
+its text.
+"""
 
 import json
 from typing import Any
@@ -49,7 +51,7 @@ def ask(served, text, adapter=None, tokens=TOKENS):
 
 @pytest.fixture(scope="module")
 def plain(options, tmp_path_factory):
-    """What each answers to each prompt without speculation."""
+    """The answer of each adapter to each prompt without speculation."""
     with serving(tmp_path_factory.mktemp("plain") / "log", **options) as it:
         it.ready()
         register(it, options)
@@ -61,7 +63,7 @@ def plain(options, tmp_path_factory):
 
 
 def drafted(method: str) -> dict[str, str]:
-    """The options for a method, with a draft where it needs one."""
+    """The options for a method, with a draft if it needs one."""
     if method == "ngram":
         config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
         return {"OPTION_SPECULATIVE_CONFIG": json.dumps(config)}
@@ -76,7 +78,7 @@ def eagle(kind: str, **more: Any) -> dict[str, str]:
     return {"OPTION_SPECULATIVE_DRAFT_MODEL": str(tiny_draft.make(kind, **more))}
 
 
-OF_OURS = pytest.param("eagle3", marks=pytest.mark.nightly)  # as speculators', but for the format
+OF_OURS = pytest.param("eagle3", marks=pytest.mark.nightly)  # as speculators', in another format
 
 
 @pytest.fixture(scope="module", params=["ngram", "draft model", "eagle", OF_OURS, "speculators"])
@@ -113,7 +115,9 @@ def test_a_stream_has_a_line_for_every_token(speculating, plain):
 
 
 def test_all_together(options, tmp_path):
-    """Two ranks, a draft, two adapters and two tiers: a hit is a miss, for all three."""
+    """Two ranks, a draft, two adapters and two tiers: for all three a hit answers as a miss
+    does.
+    """
     (tmp_path / "lmcache.yaml").write_text(LMCACHE.format(folder=tmp_path, l1=0.3))
     more = {
         "OPTION_TENSOR_PARALLEL_DEGREE": "2",

@@ -59,7 +59,7 @@ def test_what_is_heard_is_written_down(hearing):
     assert text(post(hearing, sound(hertz=3000))) != once
     answer = post(hearing, sound()).json()
     assert answer["usage"] == {"type": "duration", "seconds": 2}
-    assert text(post(hearing, sound(), language=None)) is not None  # it finds out which it is
+    assert text(post(hearing, sound(), language=None)) is not None  # the model detects the language
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_openai_client(hearing):
     audio = hearing.openai.audio
     found = audio.transcriptions.create(model="lmi", file=("a.flac", sound(kind="FLAC")))
     assert found.text
-    with pytest.deprecated_call():  # by the client, whose maker wants them elsewhere
+    with pytest.deprecated_call():  # the client's maker expects the timestamps elsewhere
         assert audio.translations.create(model="lmi", file=("a.wav", sound())).text
     events = audio.transcriptions.create(model="lmi", file=("a.wav", sound()), stream=True)
     assert len(list(events)) > 1
@@ -147,7 +147,7 @@ def test_what_is_refused(hearing):
 
 
 def test_a_header_that_lies_gets_no_more_time(hearing):
-    """The seconds that are decoded count, too: here a FLAC says that it has none."""
+    """Decoded seconds also count: here a FLAC declares a length of zero."""
     lying = bytearray(sound(100, kind="FLAC"))
     lying[21] &= 0xF0
     lying[22:26] = bytes(4)
@@ -175,7 +175,7 @@ def test_a_large_file_holds_nobody_up(hearing):
 
 
 def test_through_the_router(hearing, tmp_path):
-    """Forms pass unread, with every strategy."""
+    """The router passes forms on unread, with every strategy."""
     expected = text(post(hearing, sound()))
     options = {
         "OPTION_ROUTER_REPLICAS": hearing.url,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools are called, and answers follow a schema, without options: the template shows the format."""
+"""Tool calls and structured answers work without options: the template shows the format."""
 
 import json
 from typing import Any, Literal
@@ -30,7 +30,7 @@ WEATHER = {"type": "function", "function": FUNCTION}
 ASKED = {
     "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
     "tools": [WEATHER],
-    # Greedily the tiny model would fill its tokens with the white space that JSON may have.
+    # With greedy sampling, the tiny model would only generate white space, which JSON allows.
     "max_tokens": 2000,
     "temperature": 1,
     "seed": 0,
@@ -177,8 +177,8 @@ def test_what_clients_make_of_streams(tools):
 
 
 def strict(body):
-    """A request whose functions get arguments of their schemas, also from a model that knows
-    nothing.
+    """A request with `strict` functions: their arguments fit the schemas, even if the model is
+    untrained.
     """
     inner = [tool for it in body["tools"] for tool in it.get("tools", ())]
     for tool in (*body["tools"], *inner):

@@ -29,7 +29,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted_and_writes_what_it_measured(tm
 
     with subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.PIPE) as first:
         until(lambda: sweep.exists() and len(sweep.read_text().splitlines()) == 2, 400)
-        # An interruption while a process is forked is not heard (PyOS_AfterFork_Parent).
+        # Python ignores an interruption while it forks a process (PyOS_AfterFork_Parent).
         until(lambda: (results / "2.log").exists() and (results / "2.log").read_bytes())
         first.send_signal(signal.SIGINT)
         told = first.communicate(timeout=60)[0].decode()
@@ -40,7 +40,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted_and_writes_what_it_measured(tm
     assert ended.returncode == 0, ended.stdout + ended.stderr
     points = [json.loads(line) for line in sweep.read_text().splitlines()[1:]]
     assert [it["options"] for it in points[:2]] == [{}, {"max_num_seqs": 1}]
-    assert all(it["again"] for it in points[2:])  # where the other was better
+    assert all(it["again"] for it in points[2:])  # if the other one was better
     for it in points:
         (level,) = it["levels"]
         assert level["requests"] == 8
@@ -49,6 +49,6 @@ def test_a_sweep_goes_on_where_it_was_interrupted_and_writes_what_it_measured(tm
         assert level["goodput"] > 0
     (number,) = re.findall(r"slipway\.yaml: (\d+), ", ended.stdout)
     written = yaml.safe_load((results / "slipway.yaml").read_text())
-    assert written == yaml.safe_load((results / f"{number}.yaml").read_text())  # as it was started
+    assert written == yaml.safe_load((results / f"{number}.yaml").read_text())  # unchanged
     assert written["max_model_len"] == 512
     assert "key-of-no-one" not in "".join(it.read_text() for it in results.iterdir())

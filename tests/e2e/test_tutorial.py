@@ -24,7 +24,7 @@ from tests.support.harness.process import ROOT
 
 FOLDER = "docs/start/tutorial/"
 PAGES = ("model", "adapter", "kv_tiers", "router", "keys metrics", "sagemaker")
-"""The pages that share servers stand together."""
+"""Groups of pages that share servers."""
 
 
 def commands(page):
@@ -56,7 +56,7 @@ class Terminals:
             (folder / name).symlink_to(ROOT / name)
 
     def moved(self, line: str) -> str:
-        """The line with the ports of the servers that were started here."""
+        """The line with the actual ports of the servers."""
         line = line.replace("$PWD", str(self.folder))
         for port, real in self.ports.items():
             line = re.sub(rf"(localhost|127\.0\.0\.1):{port}", f"127.0.0.1:{real}", line)

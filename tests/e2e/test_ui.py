@@ -42,7 +42,7 @@ def opened(browser):
 
 @pytest.fixture(scope="module")
 def served(tiny_options, tmp_path_factory):
-    """A server that starts."""
+    """A server that is starting."""
     folder = tmp_path_factory.mktemp("served")
     (folder / "lmcache.yaml").write_text("max_local_cpu_size: 0.5\n")
     options = {**tiny_options, **KEYS, "OPTION_ENABLE_LORA": "true"}
@@ -61,7 +61,7 @@ def served(tiny_options, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(opened, served):
-    """Its page, from the start on."""
+    """The server's page, opened while it starts."""
     it = opened(served)
     expect(it.get_by_role("heading", name="Starting, for")).to_be_visible()
     expect(it.locator("li[aria-current=step]")).to_be_visible()
@@ -71,7 +71,7 @@ def page(opened, served):
 
 
 def say(page, text):
-    """What the page shows of the answer, when it is whole."""
+    """Send a message. Returns the complete answer as the page shows it."""
     page.get_by_label("Message").fill(text)
     page.get_by_label("Message").press("Enter")
     answer = page.get_by_role("article", name="Model").last

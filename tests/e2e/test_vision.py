@@ -13,11 +13,11 @@ from tests.e2e.conftest import serving
 from tests.support.models import tiny_vision
 
 KEY, ADMIN = "the-key-of-a-gateway", "the-key-of-the-operator"
-"""The first says nothing of tenants, which a header names."""
+"""The gateway's key names no tenant; a header does."""
 
 
 def with_a_key(request):
-    """A request that has none of its own gets the gateway's, or the operator's."""
+    """A request without a key gets the gateway's key, or the operator's for /metrics."""
     key = ADMIN if request.url.path == "/metrics" else KEY
     request.headers.setdefault("authorization", f"Bearer {key}")
     return request
@@ -48,7 +48,7 @@ def seeing(tiny_options, keyed, tmp_path_factory):
         "OPTION_MODEL_ID": str(tiny_vision.make()),
         "OPTION_MAX_MODEL_LEN": "1024",
         "OPTION_KV_CACHE_MEMORY_BYTES": "8M",  # 4,000 tokens
-        "OPTION_DTYPE": "float32",  # in 16 bits, what was cached decides between near ties
+        "OPTION_DTYPE": "float32",  # in 16 bits, the cached part decides between near ties
         "OPTION_LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
         "OPTION_ALLOWED_MEDIA_DOMAINS": "localhost",
         "OPTION_CACHE_SALT_HEADER": "X-Tenant",
@@ -109,7 +109,7 @@ def test_images_that_cannot_be_had(seeing, url, told):
 
 
 def answered(seeing, tenant, url, **more):
-    """The status, and the text where it is 200."""
+    """The status, and the text of an answer with status 200."""
     answer = seeing.invoke(chat(url, **more), **{"X-Tenant": tenant})
     if answer.status_code != 200:
         return answer.status_code, None
@@ -131,7 +131,7 @@ def test_a_uuid_names_only_the_tenants_own_image(seeing):
 
 
 def test_tenants_share_no_images_in_the_engines_caches(seeing):
-    """Else the time to an answer tells whether somebody has sent the same image."""
+    """Otherwise the time to an answer would tell whether somebody has sent the same image."""
 
     def hits(tenant):
         seeing.counted()
@@ -156,7 +156,7 @@ def test_two_keys_and_one_picture(where, cache, colour, another, seeing, request
     it = request.getfixturevalue(where)
 
     def ask(key, colour=colour):
-        """The answer, whether any of the prompt was cached, and pictures that were."""
+        """The answer, whether any of the prompt was cached, and how many pictures were."""
         seeing.counted()
         before = seeing.metric("vllm:mm_cache_hits_total")
         headers = {"authorization": f"Bearer {key}"}
@@ -222,7 +222,7 @@ def test_two_tenants_of_agents_and_one_picture(seeing, shape):
     body |= {"model": "lmi", length: 5, "stream": False}
 
     def ask(tenant):
-        """The answer, whether any of the prompt was cached, and pictures that were."""
+        """The answer, whether any of the prompt was cached, and how many pictures were."""
         seeing.counted()
         before = seeing.metric("vllm:mm_cache_hits_total")
         answer = seeing.client.post(path, json=body, headers={"X-Tenant": tenant})

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suite for a machine with GPUs: `scripts/test gpu`. What it finds is written to build/gpu.json
-and, for people, build/gpu.md.
+"""The suite for a machine with GPUs: `scripts/test gpu`. It writes its findings to build/gpu.json
+and, for people, to build/gpu.md.
 
 With SLIPWAY_GPU_SUITE=cpu the same tests run on the CPU engine, so that only CUDA is left untried.
 """
@@ -72,7 +72,7 @@ def _version(name: str) -> str | None:
 
 
 def result() -> dict[str, Any]:
-    """Everything that was found, and on what."""
+    """All findings, and the machine that they come from."""
     git = ("git", "rev-parse", "HEAD")
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
@@ -88,7 +88,7 @@ def result() -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The result for a person."""
+    """The findings as a page for people."""
     devices = ", ".join(found["gpus"]) or "no GPU: the CPU engine"
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     lines = [
@@ -118,18 +118,18 @@ def _needs_a_gpu() -> None:
 
 @pytest.fixture(scope="session")
 def options(tiny_options) -> dict[str, str]:
-    """In float32, where the rest of a batch does not decide between near ties."""
+    """In float32: the rest of a batch does not decide between near ties."""
     alone = {"OPTION_DTYPE": "float32", "OPTION_TENSOR_PARALLEL_DEGREE": "1"}
     return {**tiny_options, **alone, **shared()}
 
 
 def shared(part: str = "0.5") -> dict[str, str]:
-    """Options of a server beside others on the GPU: vLLM wants this part of it to be free when it
-    starts, whatever it takes.
+    """Options of a server that shares the GPU with others: vLLM refuses to start unless this share
+    of it is free.
     """
     return {} if ON_CPU else {"OPTION_GPU_MEMORY_UTILIZATION": part}
 
 
 def start(log: Path, **environ: str) -> Served:
-    """A server to be entered. CUDA must not be forked, so nothing is forked where it is used."""
+    """A server to be entered. It is not forked on a GPU, because CUDA must not be forked."""
     return serving(log, *(() if ON_CPU else SERVE), **environ)

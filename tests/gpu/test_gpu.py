@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has to hold on a GPU before anything else is worth measuring there."""
+"""The properties that a GPU must show before other measurements on it are worthwhile."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PROMPTS = ["The import statement", "An object", "for value in", "class"]
 TOKENS = 24
 COMPLETIONS = "/v1/completions"
 FILLING = 80
-"""Prompts that are more than the tier in memory has room for."""
+"""Prompts that need more than the memory tier's room."""
 LARGE = {"fp8": 9, "mistral": 15, "deepseek": 32, "qwen3_moe": 61}
 """Shapes of tools/rehearsal, with the GB of their weights."""
 BENCHES = {
@@ -36,7 +36,7 @@ BENCHES = {
         ["--model=tiny", "--documents=3", "--length=600", "--arms", "none", "l1"],
     ),
 }
-"""Arguments on a GPU, and where the suite itself is tried."""
+"""Arguments on a GPU, and on the CPU, which tries the suite itself."""
 
 
 def generated(served, text, adapter=None, tokens=TOKENS):
@@ -68,7 +68,7 @@ def test_greedy_answers_are_those_of_a_cpu(server):
         )
         new = found[0, given["input_ids"].shape[1] :]
         expected = tokenizer.decode(new, skip_special_tokens=True)
-        # Of a last character that is not whole vLLM sends nothing.
+        # vLLM does not send an incomplete last character.
         assert generated(server, text) == expected.rstrip("\ufffd")
 
 
@@ -196,7 +196,7 @@ def test_a_quantised_kv_cache(options, tmp_path, record_property):
 
 @pytest.mark.skipif(ON_CPU, reason="without a GPU vLLM has no sleep mode")
 def test_sleep_mode(server, options, tmp_path):
-    """Weights and KV in vLLM's own allocator, which can put them to sleep: the same answers."""
+    """vLLM's own allocator, which supports sleep mode, has the weights and KV: the same answers."""
     with start(tmp_path / "log", **options, OPTION_ENABLE_SLEEP_MODE="true") as served:
         served.ready()
         for text in PROMPTS:
@@ -210,7 +210,7 @@ def test_large_shapes(name, tmp_path, record_property):
         pytest.skip("the CPU engine has no FP8 weights")
     memory = min((gpu.memory or 0 for gpu in FOUND.shown), default=0)
     if not ON_CPU and memory < 1.4e9 * LARGE[name]:
-        pytest.skip(f"its weights of {LARGE[name]} GB and their KV want a larger GPU")
+        pytest.skip(f"its weights of {LARGE[name]} GB and their KV need a larger GPU")
     config = {**MODELS[name], "vocab_size": tiny.VOCABULARY}
     if ON_CPU:
         config |= {"num_hidden_layers": 2, "intermediate_size": 1024}
@@ -222,7 +222,7 @@ def test_large_shapes(name, tmp_path, record_property):
         "OPTION_LOAD_FORMAT": "dummy",
         "OPTION_MAX_MODEL_LEN": "9k",
         "OPTION_TENSOR_PARALLEL_DEGREE": "1",
-        # Of a GPU the module's server has a part.
+        # The module's server uses a part of the GPU.
         **({"OPTION_KV_CACHE_MEMORY_BYTES": "512M"} if ON_CPU else shared("0.85")),
     }
     with start(tmp_path / "log", **asked) as served:
@@ -245,7 +245,7 @@ def test_large_shapes(name, tmp_path, record_property):
 
 @pytest.mark.parametrize("bench", BENCHES)
 def test_benches(bench, record_property):
-    """What Slipway costs over plain vLLM at this GPU's rates, and what KV cache tiers win."""
+    """The costs of Slipway over plain vLLM at this GPU's rates, and the gain of KV cache tiers."""
     arguments, on_cpu = BENCHES[bench]
     command = (sys.executable, "-m", f"tools.bench.{bench}", *(on_cpu if ON_CPU else arguments))
     environ = {**os.environ, "OPTION_TENSOR_PARALLEL_DEGREE": "1", **shared()}

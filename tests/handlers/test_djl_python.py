@@ -444,7 +444,9 @@ def test_an_nd_list_comes_back(array):
 
 
 def nd_list(name, order):
-    """One array, 1.5 and -2 in a row, by the format's description rather than by our code."""
+    """One array, 1.5 and -2 in a row, encoded by hand from the format's description, not by our
+    code.
+    """
 
     def text(value):
         return struct.pack(">h", len(value)) + value.encode()
@@ -765,7 +767,7 @@ def test_pair_lists_are_made_of_others():
 
 
 def test_binary_encode():
-    """By the format's description: DJL's own reader finds this."""
+    """Expected by the format's description: DJL's own reader reads this."""
     encoded = Output.binary_encode({"data": "é", "last": True})
     assert bytes(encoded) == b"".join(
         (
@@ -790,7 +792,7 @@ def test_finalize():
     assert Output().execute_finalize() is None
 
 
-def test_what_they_say_of_themselves():
+def test_the_text_of_inputs_and_outputs():
     assert json.loads(str(Output().add("a", key="data"))) == {
         "code": 200,
         "message": "OK",
@@ -836,7 +838,7 @@ def test_csv_without_headers():
 
 
 class Model:
-    """What StreamingUtils asks of a transformers model."""
+    """The methods of a transformers model that StreamingUtils calls."""
 
     device = "cpu"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/djl_python.md: what it says of every public name of LMI's package is so.
+"""docs/reference/djl_python.md states the truth about every public name of LMI's package.
 
 djl_python_names.json has those names and their parameters, which are facts of LMI's source (Apache
 2.0).
@@ -26,7 +26,7 @@ def module_of(name):
 
 
 def rows():
-    """(module, name, verdict) of each row of the modules that are here."""
+    """(module, name, verdict) of each row about a module that exists here."""
     for part in PAGE.split("\n## ")[1:]:
         module = re.match(r"`djl_python\.?(\w*)`", part)
         assert module
@@ -87,6 +87,6 @@ def test_a_module_that_is_not_here_says_why(name):
         importlib.import_module(f"djl_python.{name}")
 
 
-def test_what_never_was_is_no_attribute():
+def test_unknown_names_are_no_attributes():
     for module in ("", *{module for module, _, verdict in ROWS if verdict == "not here"}):
         assert not hasattr(importlib.import_module(module_of(module)), "no_such_name")

@@ -95,7 +95,7 @@ def test_what_pydantic_reads_as_true_or_false(value, meant):
 
 
 @pytest.mark.parametrize("value", ["", "maybe", 2, -1, 0.5, "2", " true", [], {}, [True]])
-def test_what_it_does_not(value):
+def test_streams_and_details_that_pydantic_refuses(value):
     with pytest.raises(FormatError, match="stream"):
         call(inputs="a", stream=value)
     with pytest.raises(FormatError, match="details"):

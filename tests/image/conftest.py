@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image as an engine for containers runs it: `scripts/test image`.
+"""The image as a container engine runs it: `scripts/test image`.
 
-No container here has a network, so whatever would be fetched at a start is missed. What talks to a
-server runs inside its container.
+No container here has a network, so a download at the start would fail. A server's clients run
+inside its container.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from tests.support.models import tiny
 ROOT = Path(__file__).parents[2]
 DOCKER = os.environ.get("DOCKER") or "docker"
 IMAGE = os.environ.get("IMAGE") or "slipway:cpu"
-START_S = 500  # far above what a start takes, for machines that do much else
+START_S = 500  # far above the usual time of a start, for busy machines
 ASK = """
 import json, sys, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +52,7 @@ def docker(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 def done(*arguments: str, **more: Any) -> str:
-    """What a command of the engine prints; it must succeed."""
+    """The output of a docker command, which must succeed."""
     ended = docker(*arguments, **more)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -61,12 +61,12 @@ def done(*arguments: str, **more: Any) -> str:
 def once(
     *command: str, flags: tuple[str, ...] = (), **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A container that runs a command and is gone."""
+    """Run a command in a container that is removed afterwards."""
     return docker("run", "--rm", "--network=none", *flags, IMAGE, *command, **more)
 
 
 class Container:
-    """A container that runs."""
+    """A running container."""
 
     def __init__(self, number: str, port: int) -> None:
         self.id = number
@@ -80,13 +80,13 @@ class Container:
         return ended.stdout + ended.stderr
 
     def ready(self) -> None:
-        """Wait until the image's own health check says so."""
+        """Wait until the image's own health check reports that it is healthy."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and (state := self.state())["Running"]:
             if state["Health"]["Status"] == "healthy":
                 return
             time.sleep(1)
-        pytest.fail(f"it did not get healthy: {self.state()}\n{self.logs()}")
+        pytest.fail(f"the container did not become healthy: {self.state()}\n{self.logs()}")
 
     def run(self, *command: str) -> str:
         return done("exec", self.id, *command)
@@ -146,15 +146,14 @@ def config(image: str = IMAGE) -> Any:
 
 
 def engine() -> str:
-    """cpu or gpu: what the image was built for."""
+    """cpu or gpu: the device that the image was built for."""
     return "gpu" if any(it.startswith("NVIDIA_") for it in config()["Env"]) else "cpu"
 
 
 @pytest.fixture(scope="session")
 def serves() -> None:
-    """For tests of a server that serves."""
     if engine() == "gpu":
-        pytest.skip("the engine for GPUs starts on no other machine")
+        pytest.skip("the GPU engine starts only on machines with GPUs")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,12 +17,12 @@ SCRIPTS = f"--volume={ROOT}/tools/rehearsal:/rehearsal:ro"
 @pytest.fixture(scope="module", autouse=True)
 def _is_for_gpus():
     if engine() == "cpu":
-        pytest.skip("it is the image for CPUs")
+        pytest.skip("this is the image for CPUs")
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    """Flags that put the stand-ins where some put NVIDIA's driver."""
+    """Flags that mount the stand-ins where some platforms mount NVIDIA's driver."""
     folder = tmp_path_factory.mktemp("driver")
     stand_ins.build(folder)
     folder.chmod(0o755)
@@ -35,7 +35,7 @@ def driver(tmp_path_factory):
 
 
 def failed(*flags):
-    """What the last line says of a server that does not start."""
+    """The reason in the last line of a server that does not start."""
     ended = once("serve", flags=flags)
     last = json.loads(ended.stderr.splitlines()[-1])
     assert (ended.returncode, last["stage"], last["message"]) == (3, "start", "failed")
@@ -46,7 +46,7 @@ def test_a_server_without_a_driver_ends_at_once_and_says_why(model):
     assert failed(model).startswith(NO_GPU)
 
 
-def test_so_does_one_with_an_old_driver(model, driver):
+def test_a_server_with_an_old_driver_does_not_start(model, driver):
     assert failed(model, *driver(OLD)).startswith(TOO_OLD)
 
 
@@ -64,7 +64,7 @@ def test_plan_shows_the_gpus(model, driver):
 
 
 def test_cudas_compatibility_libraries_are_used_where_they_are(tmp_path):
-    """They are the user's to bring: mounted, or copied into an image of his own."""
+    """Users bring them: mounted, or copied into their own images."""
     (tmp_path / "libcuda.so.580.95.05").touch()
     (tmp_path / "libcuda.so.1").symlink_to("libcuda.so.580.95.05")
     for name, line in (("nvidia-smi", "echo 535.161.08"), ("show", "echo $LD_LIBRARY_PATH")):
@@ -79,7 +79,7 @@ def test_cudas_compatibility_libraries_are_used_where_they_are(tmp_path):
 
 @pytest.mark.timeout(1200)
 def test_what_vllm_and_lmcache_load_of_ours_can_be_imported(driver):
-    """vLLM's CUDA build in the image, on eight GPUs that are none."""
+    """With vLLM's CUDA build in the image, and eight stand-ins for GPUs."""
     question = json.dumps({"imports": PARTS})
     judge = f"echo '{question}' | python3 -P /rehearsal/judge.py"
     flags = (SCRIPTS, "--env=PYTHONPATH=/opt/slipway", *driver(MACHINES["8xH100"]))
@@ -90,8 +90,8 @@ def test_what_vllm_and_lmcache_load_of_ours_can_be_imported(driver):
 
 @pytest.mark.timeout(1800)
 def test_kernels_are_compiled():
-    """By Triton and FlashInfer, with the image's own compilers and CUDA, and a root that cannot be
-    written.
+    """Triton and FlashInfer compile them, with the image's own compilers and CUDA, on a read-only
+    root.
     """
     flags = (SCRIPTS, "--read-only", "--tmpfs=/tmp:exec")
     ended = once("python3", "/rehearsal/kernels.py", flags=flags, timeout=1500)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server as locked up as can be, with KV cache tiers: no network, no privileges, nothing to
-write but /tmp, little memory. The tests use it in this order; the last one stops it.
+"""One server with all restrictions and KV cache tiers: no network, no privileges, only /tmp
+writable, little memory. The tests use it in this order; the last one stops it.
 """
 
 import json
@@ -50,7 +50,7 @@ def test_the_tier_in_memory_is_sized_from_the_limit_and_fills(served):
     assert served.metric("slipway_kv_cache_server_restarts_total") == 0
     usage = served.ask("/v1/completions", prompt(asked - 1))[0]
     assert json.loads(usage)["usage"]["prompt_tokens_details"]["cached_tokens"] > 3500
-    # LMCache's number of a machine that it counts
+    # LMCache's name for the number of a machine
     assert docker("exec", served.id, "test", "-e", "/tmp/.config/lmcache").returncode == 1
     state = served.state()
     assert state["Running"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image: what it says of itself, its verbs, and that anyone can run it."""
+"""The image: its labels, its verbs, and that any user can run it."""
 
 import json
 from datetime import UTC, datetime
@@ -11,7 +11,7 @@ from tests.image.conftest import IMAGE, ROOT, config, done, engine, once, runnin
 
 GIB = 1024**3
 BUDGET = {"cpu": 3.0e9, "gpu": 8.2e9}
-"""Bytes of the image unpacked, at most."""
+"""The maximum size of the unpacked image in bytes."""
 TINY = {"OPTION_KV_CACHE_MEMORY_BYTES": "256M"}  # less memory is quicker to reserve
 
 
@@ -52,7 +52,7 @@ def test_it_has_its_licence_with_it():
 
 
 def test_nothing_of_the_build_is_left():
-    """Only where its mounts were."""
+    """Only the mount points of the build are left."""
     places = "/run/build /run/secrets /root /tmp /var/cache/apt /var/lib/apt/lists"
     tools = "uv pip" if engine() == "gpu" else "uv pip gcc"
     found = once("bash", "-c", f"find {places} -type f; type -P {tools}", flags=("--user=0",))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people come with (corpus.txt, public.txt), and what becomes of it here."""
+"""Configurations that people bring (corpus.txt, public.txt), and their expected plans here."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ def corpus() -> Iterator[tuple[str, str]]:
 
 
 def planned(line: str, gpus: int, store: Path) -> Plan:
-    """The plan for a line on a machine with so many GPUs. Raises SettingsError.
+    """The plan for a line on a machine with this number of GPUs. Raises SettingsError.
 
     store: an empty folder, for serving.properties.
     """
@@ -47,9 +47,9 @@ def planned(line: str, gpus: int, store: Path) -> Plan:
 class Published(NamedTuple):
     """A configuration that somebody has published.
 
-    address: where. machine: `gpus`, and the container's `memory` in GiB where its manifest limits
-    it. command: what the container runs. lmcache: the lines of LMCACHE_CONFIG_FILE. expected: what
-    the plan is to say, by the names of `told`; or "refused" and the sentence.
+    address: its source. machine: `gpus`, and the container's `memory` in GiB if its manifest limits
+    it. command: what the container runs. lmcache: the lines of LMCACHE_CONFIG_FILE. expected: the
+    expected parts of the plan, by the names of `told`; or "refused" and the sentence.
     """
 
     address: str
@@ -85,7 +85,7 @@ class Published(NamedTuple):
 
 
 def published() -> Iterator[Published]:
-    """What is in public.txt."""
+    """The configurations of public.txt."""
     repository = ""
     for block in (FOLDER / "public.txt").read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
@@ -117,9 +117,15 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def told(made: Plan) -> dict[str, str]:
-    """What a plan says, in the words of public.txt: vLLM's options by their names, and besides
-    `gpus` of a copy, whether `keys` are asked for, the tiers' `l1` and `disk` in GiB, their `chunk`
-    in tokens and `shared` store, `no_tiers` with the reason, and `notes`.
+    """A plan in the words of public.txt: vLLM's options by their names, and these besides.
+
+    - `gpus`: those of a copy
+    - `keys`: whether they are asked for
+    - `l1`, `disk`: the tiers' sizes in GiB
+    - `chunk`: in tokens
+    - `shared`: the store
+    - `no_tiers`: the reason
+    - `notes`
     """
     found = {name: str(value) for name, value in made.options.items()}
     found["keys"] = "asked for" if made.settings.api_key else "none"

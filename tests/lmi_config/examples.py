@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines and models that several tests look at."""
+"""Machines and models that several tests use."""
 
 from typing import Any
 
@@ -70,4 +70,4 @@ GGUF = ModelFacts(
     kv=None,
     checks=Checks(quantised=frozenset()),
 )
-"""A model of which nothing is known but its size."""
+"""A model that shows only its size."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people come with runs, or is refused with a reason, on a machine with 8 GPUs or one."""
+"""Configurations that people bring run, or are refused with a reason, on a machine with 8 GPUs or
+one.
+"""
 
 import pytest
 
@@ -24,7 +26,7 @@ def test_what_people_come_with(tmp_path, gpus):
         except SettingsError as error:
             found = "\n".join(error.faults)
         if gpus == 1 and "this machine shows 1" in found and verdict != "runs":
-            continue  # that is found before what else is wrong
+            continue  # that is found before the other faults
         if expected not in found:
             wrong.append((line, expected, found))
     assert not wrong
@@ -46,7 +48,9 @@ def test_what_people_have_published(tmp_path, it):
 
 
 def test_what_is_published_is_of_every_kind():
-    """At least 100, and of them 30 with LMCache, a disk or prefill apart, and 20 manifests."""
+    """At least 100: 30 of them have LMCache, a disk or disaggregated prefill, and 20 are
+    manifests.
+    """
     found = [*published()]
     assert len({it.address for it in found}) == len(found) >= 100
     assert all(it.expected for it in found)

@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(libraries: Path, gpus: Gpus | None) -> dict[str, str]:
-    """Variables of a process on a machine with these GPUs; None: without a driver."""
+    """Variables of a process on a machine with these GPUs; None for no driver."""
     assert PYTHON
     found = {
         "HOME": os.environ["HOME"],
@@ -59,7 +59,7 @@ def environment(libraries: Path, gpus: Gpus | None) -> dict[str, str]:
 
 
 def ask(libraries: Path, gpus: Gpus, questions: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Have one process judge them all: what takes long is the import."""
+    """Let one process check all of them: the import takes most of the time."""
     lines = "".join(json.dumps(question) + "\n" for question in questions)
     assert PYTHON
     ended = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that are compiled when they are first used, compiled without a GPU."""
+"""Kernels that are normally compiled at their first use, compiled without a GPU."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tests.rehearsal.conftest import PYTHON, ROOT, environment
 
 @pytest.mark.timeout(1800)
 def test_kernels_are_compiled_with_what_the_wheels_bring(tmp_path):
-    """Nothing else has CUDA here: neither a toolkit of the machine's nor one on the path."""
+    """No other CUDA is reachable: neither a toolkit of the machine's nor one on the path."""
     assert PYTHON
     (home,) = Path(PYTHON).parents[1].glob("lib/python3*/site-packages/nvidia/cu13")
     environ = environment(tmp_path, None) | {"HOME": str(tmp_path), "CUDA_HOME": str(home)}

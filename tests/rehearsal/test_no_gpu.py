@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU engine does on a machine that cannot run it."""
+"""The GPU engine on a machine that cannot run it."""
 
 import json
 import subprocess

@@ -20,7 +20,7 @@ PARTS = (
     "serving.kv_cache.lmcache.shared_store",
     "serving.kv_cache.lmcache.tiered_storage",
 )
-"""What vLLM and LMCache load of Slipway's, or Slipway puts into them."""
+"""Slipway's modules that vLLM and LMCache load, or that Slipway puts into them."""
 
 
 @pytest.mark.timeout(1200)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans for machines with GPUs, judged by vLLM's CUDA build on a machine that says it has them."""
+"""Plans for machines with GPUs, checked by vLLM's CUDA build on a machine that claims to
+have them.
+"""
 
 import json
 from pathlib import Path

@@ -24,7 +24,7 @@ def anyio_backend():
 
 
 class Running:
-    """A real server on a real port, over a fake engine."""
+    """A real server on a real port, with a fake engine."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -33,7 +33,7 @@ class Running:
         self.may_start.set()
         self.start_error: Exception | None = None
         listener = socket.create_server(("127.0.0.1", 0))
-        # Asyncio does so only for sockets made with TCP's number; else each body waits for 40 ms.
+        # Asyncio sets it only on sockets made with TCP's number; without it each body waits 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = Server(listener, settings, self.start)
@@ -50,7 +50,7 @@ class Running:
 
     @property
     def pipeline(self):
-        """What answers requests, once it is ready."""
+        """The server's pipeline; the server must be ready."""
         return self.server.backend._pipeline
 
     async def ready(self):
@@ -82,14 +82,14 @@ async def running(wait: bool = True, **settings: Any) -> AsyncIterator[Running]:
 
 @pytest.fixture(scope="module")
 async def shared(anyio_backend):
-    """One server for the tests that leave it as it was."""
+    """One server for the tests that leave it unchanged."""
     async with running() as it:
         yield it
 
 
 @pytest.fixture
 async def served(anyio_backend):
-    """A server of the test's own."""
+    """A server for this test alone."""
     async with running() as it:
         yield it
 
@@ -109,7 +109,7 @@ def watched():
 
 @pytest.fixture
 def aws(watched, monkeypatch, tmp_path):
-    """The S3 server, with nothing in the environment but what leads to it."""
+    """The S3 server. The environment has only the variables that lead to it."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", watched.url)

@@ -2,7 +2,7 @@
 """A server with the fake engine, or a router, without Python's garbage collector.
 
 `python -m tests.serving.garbage serve` or `… route REPLICA` sends requests of many kinds, and
-prints how many objects each kind has left in cycles, as JSON.
+prints as JSON how many objects each kind of request has left in cycles.
 """
 
 import collections
@@ -58,7 +58,7 @@ REQUESTS = {
 
 
 def send(port: int, data: bytes, *, leaves: bool) -> None:
-    """Send a request on a connection of its own. leaves: do not wait for the answer."""
+    """Send a request on a separate connection. leaves: do not wait for the answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(data)
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def send(port: int, data: bytes, *, leaves: bool) -> None:
 
 
 def collected() -> dict[str, int]:
-    """Collect, and count the kinds of what was collected."""
+    """Run the collector, and count the collected objects by their types."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     found = collections.Counter(type(it).__qualname__ for it in gc.garbage)

@@ -28,6 +28,6 @@ def test_a_thread_that_ends_after_its_loop():
     outer.start()
     outer.join()
     begun.wait()
-    go_on.set()  # pytest makes an error of what a thread raises
+    go_on.set()  # pytest fails for an exception in a thread
     while _thread._count() > before:
         time.sleep(0.01)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's early end: the first cause wins, everybody hears it, nothing is left running."""
+"""A request's early end: the first cause wins, everybody gets it, and all tasks end."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Walk:
-    """A cancellation, those who wait under it, and what each of them should end with."""
+    """A cancellation, the tasks that wait under it, and the expected end of each."""
 
     def __init__(self) -> None:
         self.whole = Cancellation()
@@ -31,7 +31,7 @@ class Walk:
             with self.whole.raising():
                 return await needed
         except (ServingError, ClientLeft) as error:
-            await asyncio.sleep(0)  # what it holds may be given back with awaits: once is enough
+            await asyncio.sleep(0)  # the clean-up may await: one end of it is enough
             return error
         finally:
             self.cleaned += 1
@@ -86,7 +86,7 @@ def test_causes_at_random(steps):
                 number = which % len(it.waits)
                 needed, task = it.waits[number]
                 if step == "result" and not needed.done() and it.ends[number] is None:
-                    # What is heard before the result has been taken wins: a turn apart here.
+                    # A cause wins if it comes before the result is taken, so these turns are apart.
                     needed.set_result(number)
                     await asyncio.sleep(0)
                     await asyncio.sleep(0)

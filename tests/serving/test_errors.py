@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statuses of errors that the operator chooses."""
+"""The operator's own statuses of errors."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why it ended: the last line of real processes, and what it says of known causes."""
+"""The reason of an end: the last line of real processes, and its advice for known causes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*arguments, **environ):
-    """What a process leaves behind: its exit code, its last line, and how many say so."""
+    """The exit code of a process, its last line, and the number of such lines."""
     ended = subprocess.run(
         [sys.executable, "-m", "serving", *arguments],
         env={"PATH": os.environ["PATH"], **environ},
@@ -82,7 +82,7 @@ def test_a_port_that_is_taken(model, verb):
 
 
 def test_an_engine_that_cannot_be_imported(model, tmp_path):
-    """PYTHONPATH has a vllm that breaks, as a driver that is too old breaks the real one."""
+    """PYTHONPATH has a vllm whose import fails, as an old driver makes the real one fail."""
     broken = tmp_path / "broken" / "vllm"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('Found no NVIDIA driver')\n")
@@ -102,7 +102,7 @@ def test_an_error_of_our_own(model, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("verb", ["serve", "route"])
 def test_a_signal_before_anything_has_been_imported(model, tmp_path, verb, number):
-    """The first import after the handler's is held up until the signal has been sent."""
+    """The first import after the handler's waits until the signal has been sent."""
     (tmp_path / "tempfile.py").write_text(
         "import os, time\nos.write(1, b'importing\\n')\ntime.sleep(60)\n"
     )
@@ -139,7 +139,7 @@ def test_a_signal_while_it_starts(model):
     assert (last["message"], last["stage"]) == ("stopped", "start")
 
 
-# What vLLM, torch and others say, and a word of what helps.
+# Errors of vLLM, torch and others, and a word of the advice for each.
 KNOWN = [
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "quantised"),
     ("ValueError: No available memory for the cache blocks.", "OPTION_TENSOR_PARALLEL_DEGREE"),
@@ -187,7 +187,7 @@ def test_known_causes_have_a_fix(reason, helps):
     ("wanted", "by"), [("2.00 GiB", "0.03"), ("512.00 MiB", "0.01"), ("8.10 GiB", "0.11")]
 )
 def test_a_step_that_finds_no_memory_is_told_how_much_to_leave(wanted, by):
-    """At a start it is the weights that find none, and more of the GPU is no remedy."""
+    """At a start, the weights find no memory, and a larger share of the GPU is no remedy."""
     reason = (
         f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {wanted}. GPU 0 has a "
         "total capacity of 79.10 GiB of which 1.21 GiB is free."
@@ -210,7 +210,9 @@ def test_a_reason_that_points_elsewhere_gives_way_to_the_first_that_does_not():
 
 
 def test_an_engines_end_in_a_step_has_the_exception_as_its_reason():
-    """vLLM writes its whole configuration first, and may have failed on one request before."""
+    """vLLM logs its whole configuration first, and may have logged the failure of one request
+    before.
+    """
     engine = (
         "import logging, multiprocessing, os, json\n"
         "from logging.config import dictConfig\n"
@@ -267,7 +269,7 @@ def test_kubernetes_finds_it_where_it_looks(monkeypatch, tmp_path):
     monkeypatch.setattr(redaction, "_values", None)
     redaction.hide({"A_TOKEN": "very-secret"})
     report(Exit(1, "serving", "it broke"))
-    assert not message.exists()  # no file is made where Kubernetes is not
+    assert not message.exists()  # no file is made without Kubernetes
     message.touch()
     report(Exit(1, "serving", "it broke on very-secret\n  twice"))
     line = json.loads(message.read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders under /tmp on a machine that others use, too."""
+"""Folders under /tmp on a machine that others also use."""
 
 import os
 import tempfile
@@ -18,7 +18,7 @@ ANOTHER = 4711
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch):
-    """In a /tmp of our own, where everybody may write."""
+    """A folder in a separate /tmp, where everybody may write."""
     with tempfile.TemporaryDirectory() as shared:
         Path(shared).chmod(0o1777)
         monkeypatch.setattr(folders, "HOME", Path(shared) / "slipway")
@@ -27,7 +27,7 @@ def home(monkeypatch):
 
 @pytest.fixture
 def squatted(home):
-    """Another user was there first, and lets everybody write."""
+    """Another user was there first, and made the folders writable for all."""
     if os.geteuid():
         pytest.skip("needs root, to give folders away")
     for name in (".", "served", "models"):
@@ -88,7 +88,7 @@ def test_what_root_made_or_mounted_for_us_is_used(home):
         os.seteuid(0)
 
 
-def test_where_an_operator_says_nobody_is_asked(squatted, tmp_path):
+def test_an_operators_folder_may_belong_to_anybody(squatted, tmp_path):
     for folder in (tmp_path / "disk", tmp_path / "mine"):
         folder.mkdir()
         os.chown(folder, ANOTHER, ANOTHER)

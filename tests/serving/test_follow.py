@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read anew when it changes: through servers, over HTTP and as processes."""
+"""Files that are read again when they change: through servers, over HTTP and as processes."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ ADMIN = "admin-key-of-this-test"
 
 
 def of(*names: str) -> bytes:
-    """A file with these keys, of which each is its name."""
+    """A file of keys; each key equals its name."""
     rows = [{"name": it, "sha256": keys.digest(it.encode()), "admin": True} for it in names]
     return json.dumps({"keys": rows}).encode()
 
@@ -69,7 +69,7 @@ async def test_odd_keys_leave_those_that_were_there_and_end_no_following(tmp_pat
 
 
 def test_the_router_outlives_an_odd_file_of_keys(tmp_path):
-    """A key that is taken out afterwards is refused: the file is still followed."""
+    """The file is still followed: a key that is removed afterwards is refused."""
     file = tmp_path / "keys"
     file.write_bytes(of("one", "two"))
     program = Program(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that are not public: the installed libraries have them, and where one has lost its name,
-the start is refused or goes on with a warning, as the patch says.
+"""Names that are not public: the installed libraries have them. If a library has lost such a name,
+the start is refused or continues with a warning, as the patch says.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def test_vllm_finds_the_plugin_that_pyproject_names(capsys):
 
 
 class Changed(Installed):
-    """The installed libraries, of which one has a text in place of another."""
+    """The installed libraries, with one text in one module replaced by another."""
 
     def __init__(self, module: str, old: str) -> None:
         self._module, self._old = module, old
@@ -74,7 +74,7 @@ class Changed(Installed):
 
 
 def broken(name: Name, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Break a name in each way that it can be broken, one after the other."""
+    """Break a name in every possible way, one after the other."""
     module, _, path = name.place.partition(":")
     *owners, last = path.split(".")
     owner = importlib.import_module(module)
@@ -119,7 +119,7 @@ def test_where_a_name_is_lost_the_start_is_refused_or_slower(it, name, monkeypat
 
 
 def never(*_: Any) -> None:
-    raise AssertionError("it is put in place though a name is missing")
+    raise AssertionError("the patch is applied although a name is missing")
 
 
 def example(**more: Any) -> Patch:

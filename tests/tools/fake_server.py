@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our server over the fake engine, as the container of a SageMaker endpoint."""
+"""Our server with the fake engine, as the container of a SageMaker endpoint."""
 
 import asyncio
 import os

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A container as SageMaker wants it, without a model, and with the faults that FAULTS names.
+"""A container that keeps SageMaker's contract, without a model, and with the faults that FAULTS
+names.
 
-It answers with what it was sent. In a body, `stream` asks for events, `wait` is in seconds, `break`
-breaks a stream off, `fail` answers 424, `padding` adds headers, `exit` ends the process.
+Its answer repeats the request. In a body, `stream` asks for events, `wait` is a delay in seconds,
+`break` breaks a stream off, `fail` answers 424, `padding` adds headers, and `exit` ends the
+process.
 """
 
 import asyncio
@@ -32,7 +34,7 @@ class Refusal(Exception):
 
 
 class Container:
-    """faults: names of the rules of the contract that it breaks, and some more."""
+    """faults: names of the contract's rules that it breaks, and some more."""
 
     def __init__(self, faults=()):
         self.faults = {*faults}
@@ -77,7 +79,7 @@ class Container:
         return web.json_response(found)
 
     async def load(self, request):
-        """There is memory for one model."""
+        """Load a model. There is memory for one."""
         asked = json.loads(await request.read())
         folder = Path(asked["url"])
         if asked["model_name"] in self.models:
@@ -232,7 +234,7 @@ class Container:
         response.enable_chunked_encoding()
         await response.prepare(request)
         if body.get("ignore_eos") and "client-leaves" in self.faults:
-            self.under_way += 1  # for ever
+            self.under_way += 1  # it never ends
         for number in range(EVENTS):
             event = f'data: {{"text": "wörd {number}"}}\n\n'.encode()
             cut = len(event) // 2 if "stream" in self.faults else 0

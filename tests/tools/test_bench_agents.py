@@ -32,7 +32,7 @@ def test_sessions_are_those_of_their_seed_and_are_read_as_they_were_written(tmp_
 def test_every_arm_has_a_row(capsys, monkeypatch):
     given = ["--sessions", "4", "--live", "2", "--sizes", "1", "--one-shots", "0", "2"]
     monkeypatch.setattr(sys, "argv", ["agents", *given])
-    with pytest.raises(SystemExit):  # which says whether the gates hold
+    with pytest.raises(SystemExit):  # the exit code shows whether the gates hold
         bench.main()
     printed = capsys.readouterr().out
     rows = [it for it in printed.splitlines() if it.startswith(("| 0 | 1 |", "| 2 | 1 |"))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on endpoints whose delays and faults are known."""
+"""Load on endpoints with known delays and faults."""
 
 import asyncio
 import contextlib
@@ -65,8 +65,8 @@ def test_known_delays_are_found():
         requests, failed, p50, p90, gap50, _, tokens, dollars = cells
         assert requests > 4
         assert failed == 0
-        # Streams step together, so that a first token waits for the next step. A machine that does
-        # much else adds to all that is measured.
+        # Streams step together, so that a first token waits for the next step. A busy machine adds
+        # to all measured times.
         assert first <= p50 <= p90
         assert p50 < 4 * (first + 1 / rate)
         assert 0.7 < gap50 / (1000 / rate) < 3
@@ -78,7 +78,7 @@ def test_known_delays_are_found():
 
 
 class Locked(http.server.BaseHTTPRequestHandler):
-    """Serves the model m, to who has the key."""
+    """Serves the model m to clients with the key."""
 
     def do_GET(self):
         self.reply(200, {"data": [{"id": "m"}]})
@@ -102,7 +102,7 @@ class Locked(http.server.BaseHTTPRequestHandler):
 
 
 class Tired(Locked):
-    """Answers the first request, and no stream."""
+    """Answers the first request, without a stream."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -214,7 +214,7 @@ def test_bad_options(monkeypatch, capsys, words, told):
 
 
 def loaded(load=LOAD, connection=stub_replica.Connection, rate=200.0, first=0.0):
-    """What a client finds, and the stub in this process that it asked."""
+    """A client's findings, and the stub in this process that answered it."""
 
     async def run():
         port = ports.free()
@@ -232,13 +232,13 @@ def test_events_count_as_tokens_where_there_is_no_usage():
     found, replica = loaded()
     assert found.requests == replica.requests == len(found.ttfts) > 3
     assert len(found.gaps) == 3 * found.requests
-    # Those of the last requests came when the time was over.
+    # The last requests' tokens came after the end of the time.
     assert 4 * (found.requests - LOAD.concurrency) <= found.tokens <= 4 * found.requests
     assert found.cached is None
 
 
 class Counted(stub_replica.Connection):
-    """Each event is of two tokens, and a quarter of a prompt is cached."""
+    """Each event has two tokens, and a quarter of a prompt is cached."""
 
     def event(self, *, last):
         if last:
@@ -337,7 +337,7 @@ def test_users_of_all_processes_are_as_many_as_asked(monkeypatch):
 
 
 def documents(shared):
-    """The texts of requests, up to the question."""
+    """The texts of requests, without their questions."""
     rng = random.Random(0)
     bodies = [json.loads(replace(LOAD, shared=shared).body(rng)) for _ in range(200)]
     return [body["messages"][0]["content"].partition(" hi")[0] for body in bodies]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench hits` says of a server's answers, with a stand-in for the server."""
+"""The report of `bench hits` on a server's answers, with a stand-in for the server."""
 
 import httpx
 import pytest
@@ -16,7 +16,7 @@ def server():
 
 
 def counting(took):
-    """A server that counts so much for each question."""
+    """A server whose counters grow by these figures with each question."""
     sums = dict.fromkeys(SUMS, 0.0)
 
     def answer(request):

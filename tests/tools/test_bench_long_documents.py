@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench long_documents --sweep` asks and says, without a server."""
+"""The requests and the report of `bench long_documents --sweep`, without a server."""
 
 import sys
 

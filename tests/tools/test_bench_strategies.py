@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench strategies --tiers` asks and says, with stubs for the servers."""
+"""The requests and the report of `bench strategies --tiers`, with stubs for the servers."""
 
 import asyncio
 import json

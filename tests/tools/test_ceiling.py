@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of `bench ceiling`, on answers that are as they should be and on others, and what
-`profile` makes of samples.
+"""The load of `bench ceiling`, with correct and with faulty answers, and the report of `profile` on
+samples.
 """
 
 import asyncio
@@ -8,7 +8,8 @@ import contextlib
 
 import pytest
 
-from tools.ceiling.load import Failed, Load
+from tests.support.harness.closed_loop import Failed
+from tools.ceiling.load import Load
 from tools.ceiling.profile import functions
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -31,11 +32,11 @@ def loaded(answer, then_close=False):
 
     async def run():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            load = Load("/v1/completions", {"prompt": "a"}, 2, 4)
+            load = Load("/v1/completions", {"prompt": "a"}, 4)
             try:
-                await load.run(server.sockets[0].getsockname()[1], 2)
+                await load.load([server.sockets[0].getsockname()[1]], 2, 60)
             finally:
-                await asyncio.sleep(0)  # the server's side of the connections ends, too
+                await asyncio.sleep(0)  # the server's side of the connections also ends
             return load
 
     return asyncio.run(run())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chaos's judge, against replicas that lie, and its ledger."""
+"""Chaos's judge, with replicas that lie, and its ledger."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ async def misaddressed(replica, asked, writer):
 
 
 def streamed(*parts, end=END):
-    """A replica's answer in chunks. end: what comes after them; nothing is a cut."""
+    """A replica's answer in chunks. end: the bytes after them; b"" cuts the connection."""
 
     async def answer(replica, asked, writer):
         number = asked.headers["x-request-id"].encode()
@@ -99,8 +99,8 @@ async def client_of(answer, deadline=5.0):
 
 
 async def end_of(ask, expected, answer, fault=False, deadline=5.0, cuts=False, **more):
-    """How the ledger takes an answer. fault: whether there is a fault that may cause errors. cuts:
-    whether there is one that may cut connections.
+    """The ledger's verdict on an answer. fault: whether a fault may cause errors now. cuts: whether
+    a fault may cut connections.
     """
     async with client_of(answer, deadline) as (client, _):
         if fault:
@@ -171,7 +171,7 @@ ERROR_V1 = {"error": {"message": "no", "type": "E", "param": None, "code": 503}}
         (LMI, TEXT, told(424, {"code": 424, "error": "no"}), End.UNEXPLAINED),
     ],
 )
-async def test_what_an_answer_is_taken_for(ask, expected, answer, end):
+async def test_the_ledgers_verdict_on_an_answer(ask, expected, answer, end):
     assert await end_of(ask, expected, answer) is end
 
 
@@ -355,7 +355,7 @@ def test_the_ledger_as_it_is_printed():
     assert not ledger.good
 
 
-def test_what_has_grown():
+def test_processes_that_have_grown_are_reported():
     before = {"server": Sample(500, 50), "router": Sample(30, 20), "other": Sample(1, 1)}
     before["engine worker of server"] = Sample(800, 50)
     after = {"server": Sample(570, 70), "router": Sample(93, 44), "new": Sample(1, 1)}
@@ -383,7 +383,7 @@ def test_slopes_are_those_of_an_hour():
     assert math.isfinite(error)
 
 
-def test_slopes_of_what_only_warms_up():
+def test_slopes_of_a_process_that_only_warms_up():
     times = [float(it) for it in range(0, 3600, 60)]
     warms_up = [Sample(100 + min(it, 1800) / 180, 40) for it in times]
     text = slopes(times, {"server": warms_up, "one that ended": warms_up[:9]})
@@ -428,7 +428,7 @@ asyncio.run(main(pathlib.Path(sys.argv[1])))
 
 
 def test_counting_tasks_keeps_none_of_them(tmp_path):
-    """A list of tasks that outlived the count would keep the done ones: a leak in itself."""
+    """If the count kept a list of tasks, it would keep the finished ones: a leak."""
     (tmp_path / "keeps.py").write_text(KEEPS)
     count = tmp_path / "count"
     done = subprocess.run(

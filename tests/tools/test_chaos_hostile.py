@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile clients of scripts/dev chaos, against a real server over the tests' engine."""
+"""Hostile clients of scripts/dev chaos, against a real server with the tests' engine."""
 
 import ast
 import asyncio

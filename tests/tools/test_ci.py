@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`.ci/run`: what it calls, and which container engine it finds or starts."""
+"""`.ci/run`: the steps that it calls, and the container engine that it finds or starts."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def program(file, text):
 
 @pytest.fixture
 def ci(tmp_path):
-    """Runs a copy of it. The steps only print their arguments."""
+    """Runs a copy of `.ci/run`. The steps only print their arguments."""
     checkout = tmp_path / "checkout"
     for name in ("check", "dev", "test", "build"):
         program(checkout / "scripts" / name, STEP)
@@ -57,7 +57,7 @@ def image(docker):
 
 @pytest.fixture
 def support(tmp_path):
-    """The file with the calls of the program that starts a container engine."""
+    """A file that records the calls of the program that starts a container engine."""
     calls, engine = tmp_path / "calls", program(tmp_path / "started", RUNS)
     text = f'#!/bin/sh\necho "$1" >>{calls}\n[ "$1" != up ] || echo "export DOCKER={engine}"\n'
     program(tmp_path / "checkout" / "tests" / "support" / "containers", text)
@@ -82,7 +82,7 @@ def test_an_engine_that_docker_names_is_the_only_one(ci, support, tmp_path):
     assert "run: needs docker or podman, or DOCKER to name what is like them" in ended.stderr
 
 
-def test_where_none_runs_one_is_started_and_ended(ci, support, tmp_path):
+def test_without_a_running_container_engine_one_is_started_and_ended(ci, support, tmp_path):
     assert ci().stdout.splitlines() == checked() + image(tmp_path / "started")
     assert support.read_text().split() == ["up", "down"]
 
@@ -103,7 +103,7 @@ def test_the_image_is_left_out_on_request(ci, support, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "code", "told"), [(["-h"], 0, " up "), (["x"], 1, "up or down")])
-def test_what_starts_one_tells_how_it_is_called(words, code, told):
+def test_the_starter_of_container_engines_shows_its_usage(words, code, told):
     command = [ROOT / "tests" / "support" / "containers", *words]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == code

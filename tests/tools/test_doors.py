@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts that users and developers call, up to where an engine would start."""
+"""The scripts that users and developers call, up to the start of an engine."""
 
 import hashlib
 import os
@@ -8,8 +8,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.support.harness import ports
 from tests.support.models import default
 from tests.test_entrypoint import run
 
@@ -42,7 +44,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def ready(root):
-    """The same, whose environment is set up already. It makes a model by saying its name."""
+    """A checkout whose environment is already set up. It makes a model by printing its name."""
     python = 'case "$*" in *tests.support.models.default*) echo "made for $*" ;; esac'
     for name in ("python", "python3.11"):
         program(root / ".venv/bin" / name, python)
@@ -51,7 +53,7 @@ def ready(root):
 
 
 def stamp(root, *more):
-    """Say that the environment is as the lock files are: the engine's, and more."""
+    """Record that the environment matches the lock files: the engine's, and more."""
     with (root / ".venv/.slipway").open("w") as file:
         for engine in ("cpu", "gpu"):
             locks = [root / f"requirements/{it}.txt" for it in (engine, *more)]
@@ -115,7 +117,7 @@ def test_what_is_ready_needs_no_uv(ready):
 
 
 def test_a_long_list_of_libraries_has_libnuma(root):
-    """`grep -q` ends before `ldconfig` has written all, which pipefail calls a fault."""
+    """`grep -q` ends before `ldconfig` has written everything, which pipefail treats as a fault."""
     program(root / "bin/ldconfig", "echo libnuma.so.1; seq 100000")
     checks = "set -euo pipefail; . scripts/env.sh; need_libnuma"
     path = f"{root}/bin:{os.environ['PATH']}"
@@ -150,6 +152,69 @@ def test_all_the_tests_that_arguments_choose(ready, fast, e2e, code):
     assert call(ready, "test", "-k", "some").returncode == code
 
 
+HALVES = """
+[ "$1" != -c ] || exit 0
+case "$*" in *--ignore*) half=fast ;; *) half=e2e ;; esac
+echo "$half $SLIPWAY_FIRST_PORT"
+"""
+
+
+def test_both_halves_run_side_by_side_and_share_no_ports(ready):
+    """The output of each is whole, though one cannot end before the other has begun."""
+    begin = 'touch "$HOME.$half"; until [ -e "$HOME.fast" ] && [ -e "$HOME.e2e" ]; do :; done'
+    program(ready / ".venv/bin/python", f"{HALVES}{begin}; echo end")
+    stamp(ready, "dev")
+    fast, end, e2e, last = call(ready, "test").stdout.splitlines()
+    assert (end, last) == ("end", "end")
+    (first, port), (second, other) = fast.split(), e2e.split()
+    assert (first, second) == ("fast", "e2e")
+    workers = (os.cpu_count() or 1) * 3 // 2
+    assert int(other) == int(port) + workers * ports.PORTS
+
+
+@pytest.mark.parametrize(
+    ("changed", "committed", "runs"),
+    [
+        ("serving/a.py", True, False),
+        ("tools/a.py", True, True),
+        ("tools/a.py", False, True),
+        ("tests/support/a.py", True, True),
+        (None, True, True),  # no history
+    ],
+)
+def test_tests_of_tools_run_where_tools_have_changed(ready, changed, committed, runs):
+    program(ready / ".venv/bin/python", '[ "$1" = -c ] || echo "$@"')
+    stamp(ready, "dev")
+
+    def git(*words, **environ):
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+        command = ["git", "-C", ready, *who, *words]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | environ)
+
+    if changed:
+        git("init", "--quiet")
+        (ready / ".git/info/exclude").write_text(".venv\nhome\n")
+        git("add", "--all")
+        git("commit", "--message", "old", GIT_COMMITTER_DATE="2020-01-01T00:00:00Z")
+        program(ready / changed, "")
+        if committed:
+            git("add", "--all")
+            git("commit", "--message", "new")
+    ended = call(ready, "test", "fast")
+    assert ("--ignore tests/tools" not in ended.stdout) == runs
+    assert ("leaving out tests/tools" not in ended.stderr) == runs
+    assert "--ignore tests/tools" not in call(ready, "test", "fast", "-k", "some").stdout
+
+
+def test_a_half_that_is_interrupted_ends_the_other(ready):
+    fast = 'until [ -s "$HOME.e2e" ]; do :; done; exit 2'
+    e2e = 'echo $$ >"$HOME.e2e"; exec sleep 600'
+    program(ready / ".venv/bin/python", f"{HALVES}case $half in fast) {fast} ;; esac; {e2e}")
+    stamp(ready, "dev")
+    assert call(ready, "test").returncode == 2
+    assert not psutil.pid_exists(int((ready / "home.e2e").read_text()))
+
+
 @pytest.mark.parametrize(
     ("door", "words"),
     [
@@ -166,7 +231,7 @@ def test_help_of_a_verb_lists_its_flags(root, door, words):
 def test_dev_lists_every_verb_and_every_bench():
     listed = call(ROOT, "dev").stdout
     benches = {it.stem for it in (ROOT / "tools/bench").glob("*.py")}
-    benches |= {"ceiling", "copies", "fleet", "agents"}  # in folders of their own
+    benches |= {"ceiling", "copies", "fleet", "agents"}  # in separate folders
     assert benches == set(re.findall(r"^  bench (\w+) {2,}\w", listed, re.MULTILINE))
     cases = re.findall(r"^ {4}([a-z][a-z| -]*)\)", (ROOT / "scripts/dev").read_text(), re.MULTILINE)
     verbs = {verb for case in cases for verb in case.split(" | ")}
@@ -196,7 +261,7 @@ def test_arguments_are_passed_on(ready, door):
 
 
 def test_a_router_gets_its_replicas_and_no_model(ready):
-    """It would tokenise for another model than the servers', and match nothing."""
+    """It would tokenise for another model than the servers', and never match."""
     assert call(ready, "route", "http://a:1", "http://b:1").stdout == (
         "route http://a:1 http://b:1; no model\n"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness that tests, benchmarks and chaos stand on."""
+"""The harness of tests, benchmarks and chaos."""
 
 import gc
 import signal

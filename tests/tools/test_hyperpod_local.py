@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-in for HyperPod's operator, up to where a server would start."""
+"""The stand-in for HyperPod's operator, up to the start of a server."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ NVME = yaml.safe_load((ROOT / "examples/hyperpod/nvme.yaml").read_text())
 
 
 def changed(*path, value, document=EXAMPLE):
-    """A copy with another value at the end of the path; ... takes it out."""
+    """A copy with another value at the end of the path; ... removes it."""
     found = copy.deepcopy(document)
     inner = found
     for step in path[:-1]:
@@ -230,7 +230,7 @@ def test_a_roles_argument_replaces_the_workers(tmp_path):
 
 
 def test_pods_whose_arguments_name_one_port_have_each_their_own(tmp_path):
-    """AWS's examples say `--host 0.0.0.0 --port 8000`."""
+    """AWS's examples set `--host 0.0.0.0 --port 8000`."""
     operator = Operator(manifest.endpoint(APART), model=str(tmp_path), port=0, folder=tmp_path)
     for pod in operator.pods:
         called = arguments.called(pod.program._command[1:], pod.program._environ)
@@ -339,7 +339,7 @@ def test_variables_are_made_as_kubernetes_makes_them():
 
 
 def test_a_container_that_listens_elsewhere_is_refused(tmp_path):
-    """The load balancer would never call it healthy."""
+    """The load balancer would never consider it healthy."""
     for args, port in ((EXAMPLE["spec"]["worker"]["args"], 8000), (["serve"], 8080), ([], 8080)):
         assert manifest.listens(args, {}) == port
     found = dataclasses.replace(manifest.endpoint(EXAMPLE), args=["serve"], l2=None)
@@ -376,7 +376,7 @@ def test_the_router_and_the_replicas_follow_the_strategy(strategy, tmp_path):
 
 @pytest.fixture
 def applied(tmp_path, monkeypatch):
-    """The example with two replicas, each of them a stub that takes none of the arguments."""
+    """The example with two replicas, each of them a stub that ignores all arguments."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     stub = tmp_path / "image"
     program = ROOT / "tests/support/harness/stub_replica.py"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` says of machines with GPUs, beside what vLLM's CUDA build said of the same cases when
-`scripts/test rehearsal --record` last asked it.
+"""Plans for machines with GPUs, compared with the verdicts of vLLM's CUDA build on the same cases,
+as the last `scripts/test rehearsal --record` wrote them.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a release stands on: one version, and the steps that `scripts/dev release` takes."""
+"""The requirements of a release: one version, and the steps of `scripts/dev release`."""
 
 import os
 import re

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance run: a container that keeps every rule, and for each rule one that breaks it."""
+"""The conformance run: a container that keeps every rule, and for each rule a container that breaks
+it.
+"""
 
 import asyncio
 import contextlib
@@ -84,7 +86,7 @@ def test_what_needs_an_adapter_or_a_session_is_not_tried_without_one():
 
 @contextlib.contextmanager
 def started(faults):
-    """The container in a process of its own."""
+    """The container in a separate process."""
     command = (sys.executable, "tests/tools/sagemaker_container.py", "serve")
     with Program(
         *command, environ={"FAULTS": faults, "SAGEMAKER_BIND_TO_PORT": "{port}"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of SageMaker endpoints send, through the stand-in to our own server over the fake
-engine: their requests as they were recorded, written anew. docs/reference/support_matrix.md says
-which clients were tried themselves, and with which versions.
+"""The requests of SageMaker endpoints' clients, through the stand-in to our own server with the
+fake engine. They repeat recorded requests. docs/reference/support_matrix.md lists the clients that
+were tried themselves, and their versions.
 """
 
 import json
@@ -30,7 +30,7 @@ EULA = {**JSON, "X-Amzn-SageMaker-Custom-Attributes": "accept_eula=true"}
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """The endpoint `chat`, whose name is one of its model's."""
+    """The endpoint `chat`, whose name is also its model's."""
     program = tmp_path_factory.mktemp("image") / "serve"
     server = Path(__file__).with_name("fake_server.py")
     root = server.parent.parent.parent
@@ -44,7 +44,7 @@ def url(tmp_path_factory):
 
 
 def post(url, headers, body):
-    """Its answer, with the parts of a stream put together again."""
+    """The answer to a request, with the parts of a stream joined."""
     request = AWSRequest("POST", url, data=body, headers=headers)
     SigV4Auth(Credentials(*KEY), "sagemaker", "us-east-1").add_auth(request)
     sent = urllib.request.Request(url, body, dict(request.headers))
@@ -75,7 +75,9 @@ def message(answer):
 
 
 def deltas(answer):
-    """One JSON object after the other, in lines or in events, which may have any framing."""
+    """The JSON objects of an answer one after the other, in lines or in events, with any
+    framing.
+    """
     lines = [line.removeprefix(b"data:").strip() for line in answer.splitlines()]
     found = [json.loads(line) for line in lines if line and line != b"[DONE]"]
     return " ".join(it["choices"][0]["delta"]["content"] for it in found if it["choices"])
@@ -96,7 +98,7 @@ def texts(answer):
 
 
 class Form(NamedTuple):
-    """client: who sends it. headers, body: what. read: how the client reads the answer."""
+    """client: its name. headers, body: its request. read: how it reads the answer."""
 
     client: str
     headers: dict[str, str]
@@ -105,7 +107,7 @@ class Form(NamedTuple):
 
 
 def litellm(where: str, **body: Any) -> dict[str, Any]:
-    """It sends its own options on: with the parameters, or in a chat's body."""
+    """litellm sends its own options as well: with the parameters, or in a chat's body."""
     own = {"sagemaker_base_url": f"http://127.0.0.1/endpoints/chat/{where}"}
     if "parameters" in body:
         return {**body, "parameters": body["parameters"] | own}
@@ -156,7 +158,7 @@ FORMS = [
         lmi(),
         generated,
     ),
-    # AIPerf names the model of a multi-model endpoint always, and the model in the body.
+    # AIPerf always names the model of a multi-model endpoint, and the model in the body.
     Form(
         "AIPerf's transport",
         ACCEPTED
@@ -214,13 +216,13 @@ def test_what_a_client_streams_is_answered(url, form):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        # By litellm, where the operator has not named the endpoint.
+        # litellm sends this if the operator has not named the endpoint.
         (
             chat(model="other"),
             "The model `other` does not exist. The model here is called model, lmi, /opt/ml/model, "
             "chat: send one of these or none. OPTION_ENDPOINT_NAME adds the name of an endpoint",
         ),
-        # By handlers of LangChain's first examples for chats.
+        # Handlers of LangChain's first examples for chats send this.
         ({"inputs": chat()["messages"]}, "a conversation goes under messages"),
     ],
 )

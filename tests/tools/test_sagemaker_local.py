@@ -33,7 +33,7 @@ from tools.sagemaker_local.wire import Key
 
 ROOT = Path(__file__).parent.parent.parent
 ROLE = "arn:aws:iam::123456789012:role/serving"
-SESSION = boto3.Session()  # one, which reads the large service models once
+SESSION = boto3.Session()  # one session, which reads the large service models once
 COMPUTE = {"MinMemoryRequiredInMb": 128}
 QUICK = {"ping_every_s": 0.1, "accept_s": 5, "ping_s": 5}
 """Limits that a busy machine keeps."""
@@ -44,7 +44,7 @@ running = functools.partial(server.running, key=KEY)
 
 
 class Clients:
-    """boto3's two clients, and what a user of them writes around them."""
+    """boto3's two clients, and the helpers that a user writes around them."""
 
     def __init__(self, url: str, image: str, key: Key = KEY) -> None:
         options: dict[str, Any] = {
@@ -103,7 +103,7 @@ class Clients:
         return self.settled(name)
 
     def settled(self, name):
-        """A component, once nothing is being done with it."""
+        """A component, once no change of it is in progress."""
         return self._settled("InferenceComponent", self.control.describe_inference_component, name)
 
     def _settled(self, kind, describe, name):
@@ -138,14 +138,14 @@ class Clients:
             return [event["PayloadPart"]["Bytes"] for event in events]
 
     def overview(self):
-        """What the stand-in says of each copy."""
+        """The stand-in's report on each copy."""
         with urllib.request.urlopen(self.url) as answer:
             return {it["name"]: it for it in json.load(answer)["copies"]}
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
-    """The program that is run in the place of a container's image."""
+    """The program that runs instead of a container's image."""
     program = tmp_path_factory.mktemp("image") / "serve"
     container = ROOT / "tests" / "tools" / "sagemaker_container.py"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {container} "$@"\n')
@@ -159,7 +159,7 @@ def program(image):
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory):
-    """A folder that stands for S3, with a model and two adapters."""
+    """A folder that simulates S3, with a model and two adapters."""
     folder = tmp_path_factory.mktemp("s3")
     (folder / "bucket" / "prefix").mkdir(parents=True)
     (folder / "bucket" / "prefix" / "config.json").write_text("{}")
@@ -649,7 +649,7 @@ def test_a_session_stays_with_the_copy_that_began_it(another):
     with urllib.request.urlopen(another.url) as answer:
         copies = json.load(answer)["copies"]
     assert len({it["url"] for it in copies}) == 2
-    # Without a session they take turns; with one, only its copy knows it.
+    # Without a session the copies take turns; with one, only its copy knows it.
     ports = [another.invoke("one")["headers"]["host"] for _ in range(6)]
     assert len({*ports}) == 2
     for _ in range(3):
@@ -838,7 +838,7 @@ def test_an_image_is_run_with_docker(another, image, tmp_path, monkeypatch):
     assert (folders[0] / "draft" / "config.json").is_file()
     assert (folders[1] / "config.json").is_file()
     found = another.adapter("lora", "one", "base", "s3://bucket/one.tar.gz")
-    # The container sees another path than we do, and this one is none.
+    # The container has a different path, and this one does not exist there.
     assert "answered 500" in found["FailureReason"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client helper: any cut of any events, by itself and through boto3."""
+"""The client helper, with any division of any events, directly and through boto3."""
 
 import contextlib
 import json

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated engines by figures worked out by hand, and what strategies must make of them."""
+"""Simulated engines, compared with figures worked out by hand, and the results that strategies must
+reach.
+"""
 
 import math
 import random
@@ -22,7 +24,7 @@ from tools.routing_sim.workloads import adapters_case, chat, document_case, unsh
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    """Fleets seed Python's random numbers, which is not to reach other tests."""
+    """Fleets seed Python's random numbers, which must not affect other tests."""
     state = random.getstate()
     yield
     random.setstate(state)
@@ -30,7 +32,7 @@ def _as_before():
 
 @pytest.fixture
 def one():
-    """Simulates requests before one replica, and returns them."""
+    """Simulates requests to one replica, and returns them."""
 
     def run(*requests, profile=B32, **more):
         case = Case("", profile, lambda rng, load: iter(requests), 1.0, 1000, replicas=1, **more)
@@ -43,7 +45,7 @@ def one():
 
 def test_alone(one):
     _, (request,) = one(Request(1.0, ((5000, 10_000),), 3))
-    # Two chunks of the prompt, then two tokens more, which read 10,001 and 10,002 of context.
+    # Two chunks of the prompt, then two more tokens, which read 10,001 and 10,002 of context.
     first = 1.0 + B32.overhead_s + 2 * B32.step_s + 10_000 / B32.rate
     assert request.first == pytest.approx(first)
     assert request.end == pytest.approx(first + 2 * B32.step_s + 20_003 * B32.context_s)
@@ -56,14 +58,14 @@ def test_slow(one):
 
 
 def test_arrival_ends_a_leap(one):
-    """Who comes while others decode is in the next step, not in one after all have ended."""
+    """A request that arrives while others decode is in the next step, not after the end of all."""
     _, (_, late) = one(Request(0.0, ((5000, 100),), 1000), Request(3.0, ((6000, 100),), 2))
     waited = late.first - 3.0 - B32.overhead_s - B32.step_s - 100 / B32.rate
     assert 0 < waited < 1.1 * B32.step_s
 
 
 def test_hits(one):
-    """All but the last token can come from the cache, in whole blocks; answers are in it too."""
+    """All tokens but the last can come from the cache, in whole blocks; answers are also cached."""
     document = (5000, 12_800)
     again = Request(5.0, (document,), 10)
     longer = Request(10.0, (document, (7000, 200)), 56)
@@ -73,7 +75,7 @@ def test_hits(one):
 
 
 def test_eviction(one):
-    """The least recently used goes, from its end; and who does not fit waits."""
+    """The least recently used prefix is evicted, from its end; a request without room waits."""
     small = replace(B32, kv_tokens=10 * 128)
     shared, big = ((5000, 640),), ((6000, 896),)
     fleet, requests = one(
@@ -115,7 +117,7 @@ def test_shared_system_prompt(tokens):
 
 @pytest.mark.parametrize("arm", ["session", "prefixaware", "kvaware", "their kvaware"])
 def test_restart(arm):
-    """What is lost with a replica is served by others, and the replica is used again."""
+    """Other replicas serve the requests that a replica lost, and that replica is used again."""
     case = replace(document_case(1000, 3, 10, 1000), restart=True)
     fleet = Fleet(case, arm, 0)
     fleet.run()
@@ -162,7 +164,7 @@ def loading(tier, tokens):
 
 
 def test_l1(one):
-    """What the engine has evicted comes from memory, all but the last chunk."""
+    """Evicted blocks come from memory, except for the last chunk."""
     again = Request(10.0, (DOCUMENT,), 2)
     one(Request(0.0, (DOCUMENT,), 2), Request(5.0, (OTHER,), 2), again, profile=SMALL, l1=NEAR)
     assert (again.cached, again.of_l1, again.of_l2) == (0, 10_240 - 256, 0)
@@ -174,7 +176,7 @@ def test_l1_is_full(one):
     again = Request(10.0, (DOCUMENT,), 2)
     requests = (Request(0.0, (DOCUMENT,), 2), Request(5.0, (OTHER,), 2), again)
     one(*requests, profile=SMALL, l1=replace(NEAR, tokens=12_000))
-    # What is left of it is its beginning.
+    # Only its beginning is left.
     assert again.of_l1 == (12_000 - 10_240) // 256 * 256
 
 
@@ -265,7 +267,7 @@ def test_the_figure_has_every_arm_beside_the_published_ones(monkeypatch, tmp_pat
 
 
 def test_adapters_are_shared_out():
-    """They fit on the replicas together, and not on each."""
+    """The replicas have room for all adapters together, but not one by one."""
     case = adapters_case(120, 50, 20, 2000, replicas=3)
     loads = {arm: simulate(case, arm, [0]).loads for arm in ("roundrobin", "prefixaware")}
     assert loads["prefixaware"] < 0.05 < 0.2 < loads["roundrobin"]
@@ -288,7 +290,7 @@ def test_bad_options(monkeypatch, capsys, words):
 
 
 def test_a_long_prompt_is_prefilled_apart():
-    """By hand: one engine computes it, and the other loads it and answers."""
+    """By hand: one engine computes it, and the other one loads it and answers."""
     memory, store = Tier(10**6, 1e12, 0.0), Tier(10**6, 1e12, 0.0)
     found = []
     for least in (4000, 4001):
@@ -301,13 +303,13 @@ def test_a_long_prompt_is_prefilled_apart():
     (apart, undisturbed), (together, disturbed) = found
     assert (apart.of_l2, together.of_l2) == (3840, 0)
     assert apart.first > together.first
-    # Who comes meanwhile finds the engine that answers idle.
+    # A request that arrives meanwhile finds the answering engine idle.
     once = B32.overhead_s + B32.step_s + 100 / B32.rate
     assert undisturbed.first - undisturbed.at == pytest.approx(once)
     assert disturbed.first - disturbed.at > 1.5 * once
 
 
-def test_what_is_compared_apart(capsys, monkeypatch):
+def test_the_comparison_of_disaggregated_prefill(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["simulate", "--apart", "--quick"])
     monkeypatch.setattr(apart_module, "SECONDS", 10.0)
     monkeypatch.setattr(apart_module, "LOADS", (5,))

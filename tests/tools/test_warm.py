@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm Python, without an engine: what it forks is as what `python` starts."""
+"""The warm Python, without an engine: its forked programs behave as those that `python` starts."""
 
 import contextlib
 import json
@@ -101,7 +101,9 @@ def test_it_ends_as_its_program_does(start, tmp_path, code, expected):
 
 
 def test_a_program_that_takes_pythons_place_hears_signals(python, tmp_path):
-    """As `entrypoint.sh` starts it: with -P, and with signals blocked until it can hear them."""
+    """`entrypoint.sh` starts it in this way: with -P, and with signals blocked until it can handle
+    them.
+    """
     it = python.executable(["-P", *PROGRAM])
     command = ["env", "--block-signal=TERM", it, "-P", *PROGRAM, f"print({WARM}); {WAIT}"]
     with log(tmp_path).open("wb") as output:
@@ -172,7 +174,9 @@ print("ended", child.wait(), flush=True)
 
 @pytest.fixture
 def parent(start, tmp_path):
-    """Starts a process whose sys.executable runs a child; and the child as it was forked."""
+    """Starts a process whose sys.executable runs a child. Returns the process and the
+    forked child.
+    """
 
     def begin(code):
         process = start(CHILD, *PROGRAM, code)
@@ -182,7 +186,7 @@ def parent(start, tmp_path):
             return [it for it in found.children(recursive=True) if code in " ".join(it.cmdline())]
 
         until(lambda: "there" in log(tmp_path).read_text(), 60)
-        # What stands for it has its command line for a moment.
+        # The process that represents it has its command line for a moment.
         until(lambda: len(forked()) == 1, 60)
         return process, *forked()
 

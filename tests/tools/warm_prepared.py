@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the warm Python of test_warm.py imports, and the program that it forks: code to execute."""
+"""The module that test_warm.py's warm Python imports, and the program that it forks: code to
+execute.
+"""
 
 import sys
 from collections.abc import Sequence

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steady load on any OpenAI-compatible endpoint: time to the first token, tokens/s and price.
 
-Users of several client processes ask for streamed chat completions, one after the other
-(--concurrency), or requests come at random times at a rate (--rate), which are then timed from when
-they should have begun. A request is a document and a question about it. So many of them (--shared)
-are about one of --documents documents, the others about one that never comes again. A document is
-its name and "hi" as often as it is long, which is about one token each.
+Several client processes play users. Each user asks for streamed chat completions, one after the
+other (--concurrency). With --rate, requests come at random times at that rate, and are timed from
+their scheduled time. A request is a document and a question about it. The share --shared of the
+requests is about one of --documents documents, the others are about documents that never repeat. A
+document is its name and many repetitions of "hi", about one token each.
 
-With --workload the load is what a file says, in AIPerf's vocabulary (docs/guides/tuning.md has its
-keys), level by level, and `vllm bench serve` puts it on the endpoint and measures. --slo-ttft-ms
-and --slo-itl-ms are the objectives of its goodput: requests/s that met both. Its ITL is each
-answer's average.
+With --workload a file describes the load, in AIPerf's vocabulary (docs/guides/tuning.md lists its
+keys), level by level. `vllm bench serve` then sends the load and measures. --slo-ttft-ms and
+--slo-itl-ms are the objectives of its goodput: requests/s that met both. Its ITL is each answer's
+average.
 
 A second URL gets the same load after the first, and its figures are also printed as multiples of
 the first's. Each URL has separate documents.
 
 TTFT, ITL and tokens/s count requests that begin after --warm-up seconds. TTFT: seconds until the
-first text. ITL: ms between two events of a stream. tokens/s: of answers, by the endpoint's own
-count where it reports one. cached: prompt tokens that the endpoint reports as cached. $/M tokens: $
-for a million tokens of answers, from all machines' price per hour. The exit code is 1 when a
-request failed. One request goes before all: where it fails, no load is put on the endpoint.
+first text. ITL: ms between two events of a stream. tokens/s: tokens of answers, by the endpoint's
+own count if it reports one. cached: prompt tokens that the endpoint reports as cached. $/M tokens:
+$ for a million tokens of answers, from all machines' price per hour. The exit code is 1 when a
+request failed. One request goes before all others; if it fails, the endpoint gets no load.
 
-A key in the environment variable OPENAI_API_KEY is sent. Use other machines for clients than for
-servers; a client process handles some thousand tokens/s.
+The key in the environment variable OPENAI_API_KEY is sent, if set. Use other machines for clients
+than for servers; a client process handles some thousand tokens/s.
 """
 
 import argparse
@@ -343,7 +343,7 @@ COLUMNS = {
 
 
 def figures(found: Found, seconds: float, price_per_hour: float | None) -> Figures:
-    """By column; None for what is not known."""
+    """Figures by column; None for unknown figures."""
     rate = found.tokens / seconds
     known = found.cached is not None and found.prompt
     return {
@@ -376,7 +376,7 @@ MEASURED: dict[str, str] = {
 
 
 def of_level(found: Measured, price_per_hour: float | None) -> Figures:
-    """By column; None for what is not known."""
+    """Figures by column; None for unknown figures."""
     times = (found.ttft_p50, found.ttft_p99, found.itl_p50, found.itl_p99)
     figures = (*times, found.tokens, found.goodput, _per_million(found.tokens, price_per_hour))
     return dict(zip(MEASURED, figures, strict=True))
@@ -513,7 +513,9 @@ def _by_vllm(
 def measure_workload(
     options: argparse.Namespace, urls: list[str], prices: list[float | None]
 ) -> list[str]:
-    """Put a workload on each URL, and print what vLLM's benchmark measures. What failed."""
+    """Put a workload on each URL, and print the figures of vLLM's benchmark. Returns the
+    failures.
+    """
     try:
         asked = workload.read(options.workload)
     except WorkloadError as error:
@@ -552,7 +554,7 @@ def measure_workload(
 def measure_steady(
     options: argparse.Namespace, urls: list[str], prices: list[float | None]
 ) -> list[str]:
-    """Put the steady load on each URL, and print the measurements. What failed."""
+    """Put the steady load on each URL, and print the measurements. Returns the failures."""
     models = [choose_model(url, options.model, "chat", options.timeout) for url in urls]
     pace = f"{options.concurrency} users"
     if options.rate is not None:

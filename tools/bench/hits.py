@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time of a hit in each KV cache tier, and its parts.
 
-One server with the engine's prefix cache, memory and disk as tiers. The engine's own memory has
-room for two documents and their questions, so with several documents in turn none is still there. A
-round asks about new documents and about the same ones again:
+One server has the engine's prefix cache, memory and disk as tiers. The engine's own memory has room
+for two documents and their questions. Documents are asked about in turn, so it has evicted each one
+when its turn comes again. A round asks about new documents and about the same ones again:
 
-    miss    for the first time; its KV is stored
-    prefix  right after that: the engine's own prefix cache, the best there can be
-    l1      when the engine has lost it: from the cache server's memory
-    disk    when that memory was emptied, too
+- miss: the first request; its KV is stored
+- prefix: directly after that, from the engine's own prefix cache, the best possible case
+- l1: after the engine has evicted it, from the cache server's memory
+- disk: after that memory was emptied, from disk
 
-Whether each answer came from there is checked with the tokens that the server counts; one that did
-not is a fault, and the exit code is 1. Printed are medians over all documents, and ratios to
-`prefix` in the same round. `waited` is vLLM's queue: `lookup` of it is asking the cache server,
-`load` is taking the KV over; `prefill` is computing the tokens that were not found, and the rest of
-TTFT is HTTP and tokenising. The server's log tells the time of copying in loads and stores.
+The server's counts of tokens show whether each answer came from the expected tier. A wrong tier is
+a fault, and the exit code is 1. The output has medians over all documents, and ratios to `prefix`
+in the same round. `waited` is the time in vLLM's queue. Its part `lookup` is the request to the
+cache server, and its part `load` the transfer of the KV. `prefill` is the computation of the tokens
+that were not found. The rest of TTFT is HTTP and tokenising. The server's log reports the time of
+copying in loads and stores.
 
-With several --chunk-sizes or --transfers there is a server for each, asked in turn.
+Several --chunk-sizes or --transfers start a server for each, asked in turn.
 """
 
 import argparse

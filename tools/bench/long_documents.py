@@ -2,41 +2,42 @@
 """The gain of KV cache tiers for long documents with repeated questions: TTFT and total time.
 
 The load is that of `lmcache bench engine --workload long-doc-qa`, which can be repeated against any
-other server: after some short prompts to warm up it asks about each document once, and then about
-the same documents again, which is the query round that counts. A document is its number and "hi" as
-often as it is long, which is about one token each; every answer is as long as asked for.
-`--published` sets the size of the figures that AWS published. The exit code is 1 when a request
-failed or an arm with tiers got nothing from them.
+other server. After some short prompts to warm up, it asks about each document once. It then asks
+about the same documents again; only this query round counts. A document is its number and many
+repetitions of "hi", about one token each. Every answer has the requested length. `--published` sets
+the size of the figures that AWS published. The exit code is 1 when a request failed or an arm with
+tiers got no tokens from them.
 
-The arms, one after the other, each with a separate server:
+The arms run one after the other, each with a separate server:
 
-    none    everything is computed again
-    prefix  vLLM's own prefix cache, with room for every document: the best there can be
-    l1      memory of the cache server
-    disk    a folder; memory only stages what goes there and comes back
-    redis   a Redis or Valkey on this machine, through the same little memory
-    shared  the same, but another server is asked, which starts after the first one has ended
-    slow    the same, and that server reaches Redis through a link of --slow-link MB/s: loading from
-            it takes longer than computing again, and the gate should keep it out of the way
-    vllm    no LMCache but vLLM's own tiered offload: memory, and a folder behind it; wants a GPU
+- none: everything is computed again
+- prefix: vLLM's own prefix cache, with room for every document: the best possible case
+- l1: memory of the cache server
+- disk: a folder; memory only stages its reads and writes
+- redis: a Redis or Valkey on this machine, with the same small memory
+- shared: as redis, but another server is asked, which starts after the first one has ended
+- slow: as shared, and that server reaches Redis through a link of --slow-link MB/s: loading takes
+  longer than computing, and the gate should avoid it
+- vllm: no LMCache but vLLM's own tiered offload: memory, and a folder behind it; needs a GPU
 
-Tiers are for documents that the engine's own memory no longer holds. So that this holds for every
-document, and not by the luck of what was evicted, the engine's prefix cache is off in all arms but
-`prefix`, and its memory has room for what is in flight and one document more. `none` is then the
-same engine without tiers; set against a server that still holds some of its documents, tiers would
-win less. Where each token of the query round came from is in the table: tokens that the engine had
-(vllm:prefix_cache_hits), tokens from tiers (vllm:external_prefix_cache_hits), and those of the
-latter that came from behind the cache server's memory (lmcache_mp_lookup_hit_l2_tokens).
+Tiers serve documents that the engine's own memory no longer holds. In all arms but `prefix`, the
+engine's prefix cache is off, so that this is true for every document and does not depend on
+evictions. The engine's memory has room for the requests in flight and one document more. `none` is
+the same engine without tiers. Compared with a server that still holds some of its documents, tiers
+would gain less.
 
-TTFT is the time to the first chunk with content. Gains are the arm `none` ÷ this arm.
+The table has the source of each token in the query round: tokens that the engine had
+(vllm:prefix_cache_hits), tokens from tiers (vllm:external_prefix_cache_hits), and the part of the
+latter that came from behind the cache server's memory (lmcache_mp_lookup_hit_l2_tokens). TTFT is
+the time to the first chunk with content. Gains are the arm `none` ÷ this arm.
 
 --unique asks about every document once, which measures the price of a miss: there are no hits, and
 the arms with tiers store everything. "CPU s" is the CPU time of the server's processes, including
-the engine and the cache server; on a busy machine it says more than times.
+the engine and the cache server; on a busy machine it is more reliable than times.
 
---sweep looks for where tiers begin to pay instead: with vLLM's own prefix cache in both, an engine
-alone and one with the memory of the cache server behind it, the engine's cache has room for
---documents, and so many times as many are asked about.
+--sweep finds how many documents it takes until tiers pay. It compares an engine alone with
+one that has the cache server's memory behind it, both with vLLM's own prefix cache. The engine's
+cache has room for --documents, and multiples of that number are asked about.
 """
 
 import argparse
@@ -85,7 +86,7 @@ multiple of a chunk.
 COUNTED_S = 3
 """The cache server's counts are as old as that."""
 SPARE = 1.5
-"""Room in a tier, as a multiple of what is to be kept: eviction begins at 80%."""
+"""Size of a tier, as a multiple of its expected contents: eviction begins at 80%."""
 
 
 @dataclass(frozen=True)

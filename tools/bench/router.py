@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a router in front of replicas: requests/s, CPU, latency and streams, as ratios.
 
-The same two stub replicas (stub_replica.py) stand behind every arm: none ("direct": one replica, or
-for streams both, without a router), vllm-router with its cheapest policy and as many threads as it
-likes, and ours with each strategy, in one process or ("x2") in two, one with a line in the log for
-each request ("+log"), and some that send all traces ("+traces") or one in 100 ("+sampled"). Rounds
-of load go to the arms in turn, so that what else the machine does falls on all, and each round's
-figure is set against vllm-router's of the same round. Printed are medians over the rounds and, in
-brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
+All arms use the same two stub replicas (stub_replica.py):
+
+- "direct": no router; one replica, or both for streams.
+- vllm-router, with its cheapest policy and as many threads as it starts by default.
+- Slipway's router with each strategy, in one process or in two ("x2").
+- Slipway's router with a line in the log for each request ("+log"), and with all traces sent
+  ("+traces") or one in 100 ("+sampled").
+
+Rounds of load go to the arms in turn, so that other load on the machine affects all arms. Each
+round's figure is compared with vllm-router's of the same round. The output has medians over the
+rounds and, in brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
 
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
-never comes again. Those of "chat" have what real ones have: 40 messages, most of them code with its
-escapes, and tools. An answer that is not whole ends the benchmark. Nothing is pinned to CPUs. If
-load, replicas and router share two cores, requests/s depend on all three, and CPU only on the
-router.
+never repeats. Those of "chat" are chats about code, with its escapes, and with tools. An incomplete
+answer ends the benchmark. No process is pinned to CPUs. If load, replicas and router share two
+cores, requests/s depend on all three, and CPU only on the router.
 
 With --before, a checkout of another version is measured in the same rounds.
 """
 
 import argparse
-import asyncio
 import itertools
 import json
 import statistics
@@ -29,13 +31,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-import httptools
 import psutil
 import uvloop
 
 from tests.support.harness import ports, stub_replica
+from tests.support.harness.closed_loop import Answer, ClosedLoop, Failed
 from tests.support.harness.process import ROOT, ROUTE, Program, cpu_seconds
 from tests.support.harness.stats import (
     cpu_ratio,
@@ -59,7 +61,7 @@ TARGETS = (1.5, 0.8, 0.3)
 
 class Workload(NamedTuple):
     """A closed loop. prompt: bytes of each; rate: tokens/s of each stream, 0 for whole answers;
-    chat: whether prompts are chats with code and tools.
+    chat: whether prompts are chats about code, with tools.
     """
 
     title: str
@@ -106,10 +108,6 @@ Arm = tuple[Sequence[int], Program | None]
 """Ports to load, and the router if there is one."""
 
 
-class Failed(Exception):
-    """An answer that is wrong or cut short."""
-
-
 NUMBER = "{number}"
 """Its place in a prompt."""
 
@@ -125,9 +123,8 @@ def chat(first: str, size: int) -> dict[str, object]:
     code = f"```python\n{line * (size // 40 // 110)}```\n"
     messages = [{"role": "system", "content": "You write code.\nUse the tools."}]
     for turn in range(19):
-        messages.append(
-            {"role": "user", "content": f'{first}Change part {turn} of "main.py":\n{code}'}
-        )
+        asked = f'{first}Change part {turn} of "main.py":\n{code}'
+        messages.append({"role": "user", "content": asked})
         messages.append({"role": "assistant", "content": f"It's done:\n{code}"})
     messages.append({"role": "user", "content": f"And now? {NUMBER}"})
     parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -138,26 +135,25 @@ def chat(first: str, size: int) -> dict[str, object]:
     return {"messages": messages, "tools": tools}
 
 
-class Load:
-    """The shared state of one round's connections."""
+class Load(ClosedLoop):
+    """One round on some connections."""
 
     numbers = itertools.count()
 
     def __init__(self, workload: Workload, seconds: float) -> None:
-        self.connections, self.left = workload.connections, workload.connections
+        super().__init__()
+        self.connections = workload.connections
         self.tokens = round(workload.rate * seconds)
         # A stream is as long as the round, so there is one for each connection.
         self.seconds = 0 if self.tokens else seconds
         self.whole = self.tokens + 1 if self.tokens else len(stub_replica.ANSWER[PATH])
-        self.requests = [self.request(number, workload) for number in range(CONVERSATIONS)]
-        self.times: list[float] = []
-        self.done = asyncio.get_running_loop().create_future()
+        self.parts = [self.of(number, workload) for number in range(CONVERSATIONS)]
+        self.asked, self.end = 0, 0.0
 
-    def request(self, conversation: int, workload: Workload) -> tuple[bytes, bytes]:
+    def of(self, conversation: int, workload: Workload) -> tuple[bytes, bytes]:
         """The parts before and after the number at the end of a prompt."""
-        messages = chat if workload.chat else words
-        body: dict[str, object] = {"model": "stub"}
-        body |= messages(f"{conversation:02} ", workload.prompt)
+        prompt = chat if workload.chat else words
+        body = {"model": "stub"} | prompt(f"{conversation:02} ", workload.prompt)
         body |= {"max_tokens": self.tokens or 64, "stream": bool(self.tokens)}
         begin, _, end = json.dumps(body, separators=(",", ":")).encode().partition(NUMBER.encode())
         head = (
@@ -167,90 +163,25 @@ class Load:
         )
         return head.encode() + begin, end
 
-    def next(self) -> bytes:
+    def request(self) -> bytes | None:
+        self.end = self.end or time.perf_counter() + self.seconds
+        self.asked += 1
+        if self.asked > self.connections and time.perf_counter() >= self.end:
+            return None
         number = next(self.numbers)
-        begin, end = self.requests[number % CONVERSATIONS]
+        begin, end = self.parts[number % CONVERSATIONS]
         return b"%b%08d%b" % (begin, number, end)
 
-    def fail(self, why: str) -> None:
-        if not self.done.done():
-            self.done.set_exception(Failed(why))
+    def check(self, answer: Answer) -> None:
+        got, what = (answer.lines / 2, "events") if self.tokens else (answer.size, "bytes")
+        if answer.status != 200 or got != self.whole:
+            end = f"{what}: {answer.last[-300:]!r}"
+            raise Failed(f"answer {answer.status} with {got:g} of {self.whole} {end}")
 
     async def run(self, ports: Sequence[int]) -> tuple[int, float]:
         """How many requests or tokens were answered, in how many seconds."""
-        loop = asyncio.get_running_loop()
-        clients = []
-        for number in range(self.connections):
-            port = ports[number % len(ports)]
-            clients.append(
-                (await loop.create_connection(lambda: Client(self), "127.0.0.1", port))[1]
-            )
-        began = time.perf_counter()
-        self.end = began + self.seconds
-        for client in clients:
-            client.ask()
-        try:
-            async with asyncio.timeout(60 + 4 * self.seconds):
-                await self.done
-        finally:
-            for client in clients:
-                client.transport.abort()
-        return len(self.times) * (self.tokens or 1), time.perf_counter() - began
-
-
-class Client(asyncio.Protocol):
-    """One connection: asks again when it has the whole answer, until the round's time is over.
-
-    began: when it asked, 0 when it is done. got: bytes of a whole answer; of a stream, ends of
-    line: an event has two, in however many pieces it comes.
-    """
-
-    transport: asyncio.Transport
-    began = 0.0
-    got = 0
-    last = b""
-
-    def __init__(self, load: Load) -> None:
-        self.load = load
-        self.parser = httptools.HttpResponseParser(self)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-
-    def ask(self) -> None:
-        self.got, self.began = 0, time.perf_counter()
-        self.transport.write(self.load.next())
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self.load.fail(f"not HTTP: {error} in {data[:300]!r}")
-
-    def on_body(self, body: bytes) -> None:
-        self.got += body.count(b"\n") if self.load.tokens else len(body)
-        self.last = body
-
-    def on_message_complete(self) -> None:
-        now, load, status = time.perf_counter(), self.load, self.parser.get_status_code()
-        got = self.got / 2 if load.tokens else self.got
-        if status != 200 or got != load.whole:
-            what = "events" if load.tokens else "bytes"
-            load.fail(f"answer {status} with {got:g} of {load.whole} {what}: {self.last[-300:]!r}")
-            return
-        load.times.append(now - self.began)
-        if now < load.end:
-            self.ask()
-            return
-        load.left -= 1
-        self.began = 0.0
-        self.transport.close()
-        if not load.left and not load.done.done():
-            load.done.set_result(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.began:
-            self.load.fail(f"a connection was cut: {error or 'closed'}")
+        elapsed = await self.load(ports, self.connections, 60 + 4 * self.seconds)
+        return len(self.times) * (self.tokens or 1), elapsed
 
 
 def measured(

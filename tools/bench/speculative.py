@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a step of the engine yields with each way to speculate.
+"""The tokens that a step of the engine yields with each method of speculation.
 
-The same prompts go, one after the other or so many at a time, greedily, to a server for each method
+The same prompts go greedily, one after the other or several at a time, to a server for each method
 and each number k of proposed tokens, set by Slipway's options. A step that proposes k tokens yields
-1 and those that are accepted; position p counts as accepted where all before it were. The figures
-are vLLM's own counters. On a CPU only they count, because there a draft costs more than it saves.
-With a GPU the rate is shown too, as a ratio to that without speculation in the same run.
+1 plus the accepted ones; position p counts as accepted if all positions before it were. The figures
+are vLLM's own counters. On a CPU, only these figures are meaningful, because a draft costs more
+there than it saves. With a GPU, the output also has the rate, as a ratio to the rate without
+speculation in the same run.
 """
 
 import argparse

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a start takes until the first answer, against plain vLLM's.
+"""The time from a start to the first answer, compared with plain vLLM's.
 
 Lane `ready`, the default: plain vLLM and Slipway are started in turn with the same model and
-arguments, every other pair the other way about. A start has ended when the server has answered a
-completion of eight tokens, drawn at random and with a log probability: Slipway is ready only when
-it has generated one, and with plain vLLM the first client would wait for it. Printed are the
-seconds of each start, the median of the pairs' ratios, and its 95% confidence interval from
+arguments, every second pair in reverse order. A start has ended when the server has answered a
+completion of eight tokens, drawn at random and with a log probability. Slipway is ready only after
+it has generated such an answer; with plain vLLM the first client would wait for it. The output has
+the seconds of each start, the median of the pairs' ratios, and its 95% confidence interval from
 resampling the pairs.
 
-Lane `boot`: starts with compiled graphs. Each round has folders of its own for generated files, and
-starts plain vLLM and Slipway with an empty folder, and then with what the first start has left;
-Slipway once more with the model at another path. Printed are the number of starts, the median and
-the quartiles of each state: seconds until the first answer, and those that vLLM reports for its
-engine (its log line `init engine`). Files of models and libraries are in the page cache.
+Lane `boot`: starts with compiled graphs. Each round has separate folders for generated files. It
+starts plain vLLM and Slipway with an empty folder, and then with the files from the first start. It
+starts Slipway once more with the model at another path. The output has, for each state, the number
+of starts, the median and the quartiles: seconds until the first answer, and the seconds that vLLM
+reports for its engine (its log line `init engine`). Files of models and libraries are in the page
+cache.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix cache hits of each routing strategy on three real engines.
 
-Three servers with a tiny model, each with a KV cache for a third of the working set, and a router
-in front of them for every strategy in turn. Chats of several turns, which begin with a system
-prompt that all share, and questions about documents, in random order. Every strategy and round gets
-new texts, so that none finds another's KV. The figures are vLLM's counters (vllm:prefix_cache_hits
-÷ vllm:prefix_cache_queries). Times on a machine whose cores the engines share say little, and are
-not shown; scripts/dev simulate has those.
+Three servers run a tiny model, each with a KV cache for a third of the working set. A router in
+front of them uses every strategy in turn. The requests are chats of several turns that share a
+system prompt, and questions about documents, in random order. Every strategy and round gets new
+texts, so that none finds another's KV. The figures are vLLM's counters (vllm:prefix_cache_hits ÷
+vllm:prefix_cache_queries). Times are not shown: on a machine whose cores the engines share they
+mean little. scripts/dev simulate shows times.
 
 --tiers measures KV cache tiers and routing together instead, in arms:
 
@@ -16,13 +16,13 @@ not shown; scripts/dev simulate has those.
     routing   prefixaware, no tiers
     all       prefixaware, L1 and L2
 
-Several clients ask one question after the other about documents, in random order: first one about
-each, and then --questions about each, which count. Every arm and round gets the same number of
-requests, about separate documents. An engine's cache holds a sixth of the documents and a server's
-memory half of them. The servers restart in every round. TTFT is the time to the first text; where
-prompts' tokens came from is what vLLM counts; $ per 1,000 tokens of answers are for three replicas,
-whatever they have of tiers. Percentages are changes against the baseline. Times are those of three
-engines on this machine's cores.
+Several clients ask questions about documents, one after the other and in random order: first one
+about each document, and then --questions about each, which count. Every arm and round gets the same
+number of requests, about separate documents. An engine's cache holds a sixth of the documents and a
+server's memory half of them. The servers restart in every round. TTFT is the time to the first
+text. vLLM's counters show the source of prompts' tokens. $ per 1,000 tokens of answers are for
+three replicas, with or without tiers. Percentages are changes against the baseline. Times are those
+of three engines on this machine's cores.
 """
 
 import argparse
@@ -243,7 +243,7 @@ ARMS = (
 OF_ENGINE, OF_L1 = 1 / 6, 1 / 2
 """The share of the documents that fits into an engine's cache, and into a server's memory."""
 FULL = 0.8
-"""The usage of a tier from which LMCache evicts."""
+"""LMCache evicts when a tier's usage reaches this share."""
 ROUNDED = 256
 """Maximum additional tokens of a document's question and answer, in whole blocks."""
 PROMPTS = {
@@ -290,7 +290,7 @@ def questions(name: str, documents: int, each: int, length: int, drawn: random.R
 
 
 async def ask_all(url: str, texts: Sequence[str], clients: int, measured: Measured) -> None:
-    """A number of clients, each with one question at a time until none is left."""
+    """Several clients ask one question at a time until all are asked."""
     left = iter(texts)
 
     async def client(session: aiohttp.ClientSession) -> None:

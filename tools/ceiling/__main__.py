@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The capacity of the server in front of an engine that computes nothing, in requests and tokens.
 
-Plain vLLM and Slipway run the same engine core, vLLM's own with its scheduler and sockets, in which
-an executor stands that has no model (engine.py): the first token is there at once, and others
-follow at 50 tokens/s. Rounds of load go to the arms in turn, and each round's figure is set against
-plain vLLM's of the same round. Printed are medians over the rounds and, in brackets, quartiles. CPU
-is that of the serving process, in user and kernel, and of a model.py's; the engine's own and the
-load's are left out. If they share the machine's cores, rates depend on all of them, and CPU only on
-the server. Events are those of a stream for each of its tokens: vLLM joins tokens where the server
-does not keep up. "one core" is how many streams of that rate one core carries by the CPU of a
-token. The knee is searched with ever more streams, until the server does not keep up.
+Plain vLLM and Slipway run the same engine core, vLLM's own with its scheduler and sockets. An
+executor without a model (engine.py) replaces vLLM's: it returns the first token at once, and others
+at 50 tokens/s. Rounds of load go to the arms in turn, and each round's figure is compared with
+plain vLLM's of the same round. The output has medians over the rounds and, in brackets, quartiles.
+CPU is that of the serving process, in user and kernel, and of a model.py's process; the CPU of the
+engine and the load does not count. If they share the machine's cores, rates depend on all of them,
+and CPU only on the server. "Events" are a stream's events per token: vLLM joins tokens when the
+server does not keep up. "One core" is the number of streams at that rate that one core can serve,
+by the CPU time of a token. The search for the knee increases the number of streams until the server
+does not keep up.
 
 With --before, a checkout of another version is measured in the same rounds. --soak only sends this
 many streams to Slipway and prints its memory.
@@ -23,10 +24,11 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.harness.closed_loop import Failed
 from tests.support.harness.process import Program
 from tests.support.harness.stats import cpu_ratio, paired, print_changes, rate_ratio, spread
 from tools.ceiling.arms import ARMS, SLIPWAY, Arm, again, completion, servers
-from tools.ceiling.load import Failed, Round, measured
+from tools.ceiling.load import Round, measured
 
 Rounds = dict[str, list[Round]]
 
@@ -35,8 +37,8 @@ STREAMS, TOKENS = 64, 128
 STEP_MS = 20.0  # engine.py's
 KNEE = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 KEEPS_UP = 0.8
-"""The share of offered tokens from which a server counts as keeping up. Events are no measure: vLLM
-joins tokens after each hiccup of the machine.
+"""A server keeps up if it delivers at least this share of the offered tokens. Events are no
+measure: vLLM joins tokens after each hiccup of the machine.
 """
 
 

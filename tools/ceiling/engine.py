@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the engine core's process: an executor of vLLM's without a model.
+"""In the engine core's process: an executor for vLLM that runs no model.
 
-vLLM's engine core, its scheduler and its sockets stay what they are; where the model would be run,
-the next token is the one after the last, or the next that the request allows. The first token of an
-answer comes at once, and further ones after each step, to all sequences together; embeddings come
-at once. vLLM takes the class by its path, as `distributed_executor_backend`.
+vLLM's engine core, its scheduler and its sockets stay unchanged. Instead of running the model, the
+executor returns the token after the last one, or the next one that the request allows. It returns
+an answer's first token at once, and one further token after each step, to all sequences together.
+Embeddings come at once. vLLM takes the class by its path, as `distributed_executor_backend`.
 """
 
 import time

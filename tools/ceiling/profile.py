@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU time of the serving process by function: py-spy's samples on the ceiling bench.
 
-One arm after the other gets load for --seconds while py-spy looks at the serving process, a hundred
-times a second. Printed are the functions in which most samples were (self), and those that most
-were below (with all they call), in per cent. --folded keeps the samples as stacks, for flame
+One arm after the other gets load for --seconds while py-spy samples the serving process a hundred
+times a second. The output has, in per cent, the functions with most samples in themselves (self),
+and those with most samples including their callees. --folded keeps the samples as stacks, for flame
 graphs.
 """
 

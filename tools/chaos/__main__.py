@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults under load: it counts lost and wrong answers, and growing processes. All should be 0.
+"""Faults under load: counts lost and wrong answers, and growing processes. All should be 0.
 
-Two servers with a tiny model, KV cache tiers, adapters and a formatter, a Valkey that they share
-behind a proxy (or HyperPod's tiered storage: its stand-in), and the router in front of them. While
-mixed traffic goes on, faults come one after the other in a random order: engine processes, the
-cache server and the shared store are killed or hang, tiered storage lies about places, a server is
-asked to stop, the network to the store hangs, a disk is full. All along adapters are registered,
-updated and deleted, and clients send garbage or leave in the middle. In the end all of it is asked
-to stop under load. Ended processes are started again, as Docker or Kubernetes would do it.
+Two servers run a tiny model with KV cache tiers, adapters and a formatter. They share a Valkey
+behind a proxy (or HyperPod's tiered storage: its stand-in), and a router runs in front of them.
+While mixed traffic goes on, faults come one after the other in a random order:
 
-Prompts are greedy, in float32, and their answers are recorded before from a server that does
-nothing else, so that a wrong answer, or one of another request or adapter, is seen. The ledger that
-is printed says how each request ended. The exit code is 0 if none was lost or wrong, no error came
-without its fault, and neither memory nor file descriptors grew.
+- engine processes, the cache server and the shared store are killed or hang
+- tiered storage reports wrong places
+- a server is asked to stop
+- the network to the store hangs
+- a disk is full
 
---copies N has one server with N copies of the model. Its processes are killed: a copy, an engine,
-the router, and all of them. If the router ends, connections of clients are cut.
---prefill has the first server compute long prompts of the others, so that faults come in between.
---soak keeps the same traffic going without faults, and prints by how much memory grows in an hour.
---hostile has clients attack the servers and the router beside it (hostile/clients.py), and a second
+During all of it adapters are registered, updated and deleted, and clients send garbage or leave in
+the middle. In the end all processes are asked to stop under load. Ended processes are started
+again, as Docker or Kubernetes would do.
+
+Prompts are greedy, in float32. Their answers are recorded before, from a server without other load.
+A wrong answer, or one of another request or adapter, is therefore detected. The printed ledger has
+the end of each request. The exit code is 0 if no answer was lost or wrong, no error came without
+its fault, and neither memory nor file descriptors grew.
+
+--copies N runs one server with N copies of the model. It kills a copy, an engine, the router, and
+all of them. If the router ends, connections of clients are cut.
+--prefill lets the first server compute long prompts of the others, so that faults come in between.
+--soak keeps the same traffic going without faults, and prints the growth of memory in an hour.
+--hostile adds clients that attack the servers and the router (hostile/clients.py), and a second
 router whose replicas, store and files are hostile (hostile/gate.py). With --soak it prints the
 growth.
 """
@@ -129,7 +135,7 @@ class Chaos:
         await self.users.pause()
 
     async def quiet(self) -> dict[str, Sample]:
-        """Let all requests end, check that nothing is left of them, and measure."""
+        """Let all requests end, check that they have left no trace, and measure."""
         await self.users.pause()
         await self.users.client.close()
         if not await until(self.world.idle, 20):

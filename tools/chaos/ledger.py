@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What chaos counts: every request's end, every fault, and whether anything has grown."""
+"""The ledger of a chaos run: every request's end, every fault, and every growth."""
 
 import math
 import re
@@ -13,15 +13,15 @@ from typing import NamedTuple
 GRACE_S = 2.0
 """After a fault is over, an error that it has caused may still be on its way."""
 SHOWN = 20
-"""Answers that were not as they should be, told in full."""
+"""Number of wrong answers that are printed in full."""
 GROWS_MIB = 64.0
 GROWS_SHARE = 0.15
 GROWS_FILES = 24
 GROWS_HOURLY = 0.01
-"""What a process may have more at the end than at the start: MiB of its own memory (or this share
-of it, where that is more), and file descriptors. Both are far less than a leak in each request or
-connection would leave behind, and more than idle connections and a warm allocator differ by. And
-the share of memory, files and tasks by which it may grow in an hour.
+"""Tolerances for a process between the start and the end: MiB of unshared memory (or this share of
+it, if that is more), file descriptors, and the growth per hour as a share of memory, files and
+tasks. The first are far less than a leak in each request or connection would add. They are more
+than the effect of idle connections and a warm allocator.
 """
 
 
@@ -54,9 +54,9 @@ class Verdict(NamedTuple):
 @dataclass
 class Fault:
     """began, over: seconds on the monotonic clock. causes: the statuses of errors that requests may
-    get of it, and 0 if connections may be cut. forgets: whether a server starts anew, without the
-    adapters that it was told of. recovered: seconds from its end, or its beginning where it ends by
-    itself, until all is well.
+    get from it, and 0 if connections may be cut. forgets: whether a server restarts and loses the
+    adapters registered with it. recovered: seconds from its end until all is well, or from its
+    beginning if it ends by itself.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Fault:
 
 
 class Sample(NamedTuple):
-    """A process's memory of its own in MiB (without what it shares and maps), its files, and tasks
-    of asyncio, which are not counted in the engines' processes.
+    """A process: its unshared memory in MiB, its files, and its asyncio tasks. Tasks are not
+    counted in the engines' processes.
     """
 
     memory: float
@@ -101,8 +101,8 @@ class Ledger:
         return self.faults[-1]
 
     def allowed(self, began: float, ended: float, also: Set[int] = frozenset()) -> Set[int]:
-        """The statuses of errors that the faults of that time may have caused. also: those of a
-        request for what a server forgets when it starts anew.
+        """The statuses of errors that the faults of that time may have caused. also: further
+        statuses for a request that needs state which a restarted server has lost.
         """
         faults = [it for it in self.faults if it.began < ended and began < it.over + GRACE_S]
         found: Set[int] = frozenset().union(*(it.causes for it in faults))
@@ -143,10 +143,10 @@ class Ledger:
 def grown(
     before: dict[str, Sample], after: dict[str, Sample], share: float = GROWS_SHARE
 ) -> list[str]:
-    """What has grown beyond its tolerance between two quiet moments, in words. share: of its
-    memory that a process may have more, where that is more than GROWS_MIB.
+    """The growth beyond its tolerance between two quiet moments, in words. share: tolerated growth
+    as a share of memory, if that is more than GROWS_MIB.
 
-    Not the engines' processes: their heaps take longer to have seen batches of all sizes.
+    Engines' processes are left out: their heaps take longer to have seen batches of all sizes.
     """
     found = []
     for name in before.keys() & after.keys():
@@ -170,9 +170,10 @@ def table(before: dict[str, Sample], after: dict[str, Sample]) -> str:
 
 
 def slopes(times: Sequence[float], series: dict[str, list[Sample]]) -> str:
-    """By how much each process grows, in all and in the second half of the time.
+    """The growth of each process, overall and in the second half of the time.
 
-    What has only warmed up in the first half has stopped growing in the second. times: seconds.
+    A process that only warmed up in the first half has stopped growing in the second. times:
+    seconds.
     """
     heads = [it for what in ("MiB", "files", "tasks") for it in (f"{what}/hour", "in 2nd half")]
     lines = [f"{'slopes':26}" + "".join(f"{it:>20}" for it in heads)]
@@ -208,9 +209,10 @@ def shares(times: Sequence[float], series: dict[str, list[Sample]]) -> tuple[str
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """Of the least-squares line: the increase in an hour and twice its standard error.
+    """The least-squares line: its increase in an hour and twice its standard error.
 
-    times: seconds. The error takes samples as independent; what drifts in waves has a larger one.
+    times: seconds. The error assumes independent samples; it is too small for values that drift in
+    waves.
     """
     count = len(times)
     mean_t, mean_v = sum(times) / count, sum(values) / count

@@ -96,7 +96,7 @@ class Kept(Program):
 
 
 def _counting(folder: Path) -> Path:
-    """What runs in place of Python, and counts tasks."""
+    """A program that replaces Python's and counts tasks."""
     file = folder / "python"
     if not file.exists():
         command = f'exec {sys.executable} -m {counted.__name__} "$@"'
@@ -116,11 +116,11 @@ class Server(Kept):
 
 
 class Disk:
-    """The disk of one server's disk tier, which can be full.
+    """The disk of one server's disk tier, which can be made full.
 
-    Where loop devices may be mounted it is a small file system of its own, and a file takes what is
-    left of it. Elsewhere the cache server may write no files (RLIMIT_FSIZE), which fails its writes
-    as well, with another error.
+    If loop devices may be mounted, the disk is a small separate file system, and a file takes its
+    free space. Otherwise the cache server may write no files (RLIMIT_FSIZE). Its writes then fail
+    with another error.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -176,8 +176,8 @@ def model(folder: Path) -> Path:
 
 
 class Store:
-    """The store that servers share, and the link that leads to it, each of which can be killed or
-    frozen. kind: "valkey" or "tieredstorage".
+    """The store that servers share, and the link to it. Both can be killed or frozen. kind:
+    "valkey" or "tieredstorage".
     """
 
     def __init__(self, folder: Path, kind: str) -> None:

@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"
 SESSION = "X-Amzn-SageMaker-Session-Id"
 ERRORS = frozenset((500, 502, 503, 504))
-"""What a request may be told while an engine is away."""
+"""Statuses that a request may get while an engine is away."""
 CUT = 0
 """In the place of a status: a fault may cut connections, so that there is no whole answer."""
 TOKENS = 12
@@ -36,9 +36,9 @@ class Told(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """A request. read: makes of a whole answer what has to be equal. unique: whether the engine's
-    answer has the request's id in it. survives: whether another server completes its stream where
-    one fails, so that no fault is a reason for an error in it.
+    """A request. read: returns the part of a whole answer that must be equal. unique: whether the
+    engine's answer has the request's id in it. survives: whether another server completes its
+    stream if one fails, so that no fault excuses an error in it.
     """
 
     kind: str
@@ -351,8 +351,8 @@ def chat(prompt: str, **more: Any) -> dict[str, Any]:
 
 
 def cases(seed: int, adapters: list[str], formatted: str, each: int = 3) -> list[Ask]:
-    """Requests whose answers are known once they were asked in quiet. formatted: the adapter with a
-    formatter of its own.
+    """Requests with answers that are recorded while no other traffic runs. formatted: the adapter
+    that has a formatter.
     """
     invoke, sse = "/invocations", {"Accept": "text/event-stream"}
     texts, chats = "/v1/completions", "/v1/chat/completions"
@@ -514,7 +514,7 @@ async def send_garbage(client: Client, port: int, it: tuple[str, bytes, frozense
 
 
 async def drop(port: int, drawn: random.Random) -> None:
-    """Be a client that leaves: before it has sent all, before the answer, or amid it."""
+    """Leave early: before all is sent, before the answer, or in the middle of it."""
     body = json.dumps(completion(words(drawn.random(), 100), max_tokens=200, stream=True)).encode()
     data = posted(body, b"/v1/completions")
     try:

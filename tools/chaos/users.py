@@ -34,8 +34,8 @@ from tools.chaos.world import OPERATOR, World
 class Users:
     """The traffic through the router, which can be paused.
 
-    known: what is asked, with the right answers. of_source: the right answers of the adapter that
-    changes, by what it was made from.
+    known: the requests, with the right answers. of_source: the right answers of the adapter that
+    changes, by its source.
     """
 
     def __init__(self, world: World, ledger: Ledger, seed: int) -> None:
@@ -79,7 +79,7 @@ class Users:
         return ask.read(answer.body)
 
     def acting(self, count: int) -> Iterator[Coroutine[Any, Any, None]]:
-        """What so many users do, and the others, until cancelled."""
+        """The work of `count` users and of the other clients, until cancelled."""
         drawn = random.Random(self.seed)
         users = [self._user(random.Random(drawn.random())) for _ in range(count)]
         for it in (*users, self._changing(), self._sending_garbage(), self._dropping()):
@@ -124,7 +124,7 @@ class Users:
             await asyncio.sleep(drawn.random() * pause)
 
     async def _fresh(self, drawn: random.Random) -> None:
-        """Ask what nobody has asked; or what was asked, which is in some tier or in none."""
+        """Send a new request, or repeat an earlier one, whose KV may be in any tier or in none."""
         if self.asked_before and drawn.random() < 0.6:
             await self.client.judge(*drawn.choice(self.asked_before))
             return

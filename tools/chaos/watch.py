@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether /ping is answered in time, whatever else goes on: seen from processes of their own."""
+"""Whether /ping is answered in time under any load, measured from separate processes."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,12 @@ PING_S = 1.0
 
 @dataclass
 class Target:
-    """Who is attacked. limit: file descriptors that its process may have. tls: how clients verify
-    it, where it has TLS. key: that it asks for. answers: statuses that attacks may get of it, too.
+    """The target of attacks. limit: file descriptors that its process may have. tls: how clients
+    verify it, if it uses TLS. key: the key that it requires. answers: further statuses that attacks
+    may get from it.
 
-    pings: seconds that /ping took, each. slowest: the longest of them, and when it was answered.
-    failures: answers of /ping that were none, or not 200.
+    pings: seconds of each /ping. slowest: the longest of them, and the time of its answer.
+    failures: missing answers of /ping, and answers other than 200.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Target:
 async def watch(target: Target) -> None:
     """Ask for /ping, until this is cancelled.
 
-    In a process of its own: what holds up the attackers, even for a moment, is not to be measured.
+    This runs in a separate process, so that delays of the attackers do not count.
     """
     kind = "https" if target.tls else "http"
     command = (sys.executable, "-m", __name__, "ping", kind, str(target.port))
@@ -59,8 +60,8 @@ async def watch(target: Target) -> None:
 
 
 def ping(kind: str, port: int) -> None:
-    """Ask for /ping four times a second, on a connection of its own each time, and print how many
-    seconds each took and what was wrong with it.
+    """Ask for /ping four times a second, each time on a new connection. Prints the seconds that
+    each took, and its fault.
     """
     connecting: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
     if kind == "https":
@@ -85,10 +86,10 @@ def ping(kind: str, port: int) -> None:
 
 
 def pings(targets: list[Target], bystander: Target) -> tuple[str, list[str]]:
-    """How /ping was answered, as a table, and what was wrong with it.
+    """The answers of /ping as a table, and their faults.
 
-    bystander: a process that does nothing but answer. How long it took is the machine's, which has
-    fewer CPUs than there are processes here.
+    bystander: a process that only answers. Its time is the delay of the machine, which has fewer
+    CPUs than there are processes here.
     """
     lines = [f"{'/ping':12}{'asked':>10}{'median ms':>12}{'worst ms':>12}{'failed':>10}"]
     problems = []

@@ -137,7 +137,7 @@ class World:
     # its life
 
     async def start(self) -> None:
-        """Start all of it. Exits where it does not get ready."""
+        """Start all programs. Exits if they do not get ready."""
         began = time.monotonic()
         parts: list[Store | Kept] = [self.store, *self.programs]
         for it in parts:
@@ -189,7 +189,7 @@ class World:
             return await answer.text()
 
     async def idle(self) -> bool:
-        """Whether nothing is under way anywhere."""
+        """Whether no request is in flight anywhere."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         left = [await self.metric(it, name) for it in self.servers for name in names]
         found = await self.aside.send("GET", "/replicas")
@@ -197,7 +197,7 @@ class World:
         return not sum(left) and not sum(it["requests_under_way"] for it in rows)
 
     def samples(self) -> dict[str, Sample]:
-        """Each process's, but for helpers'."""
+        """Each process's sample; helper processes are left out."""
         found = {}
         tasks = {it.name: it.tasks() for it in self.programs}
         for it in self.programs:
@@ -219,7 +219,9 @@ def _on_a_cpu(n: int) -> dict[str, str]:
 
 
 async def until(holds: Callable[[], Awaitable[bool]], seconds: float) -> bool:
-    """Whether it holds within so many seconds. What cannot be asked does not hold."""
+    """Whether the condition holds within this many seconds. A condition that cannot be checked does
+    not hold.
+    """
 
     async def holds_now() -> bool:
         with contextlib.suppress(OSError, aiohttp.ClientError, TimeoutError, ValueError):

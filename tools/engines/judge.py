@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.engines.judge FOLDER [PACKAGE...]`: whether Slipway fits the version of vLLM
-or LMCache in FOLDER, an unpacked wheel. The check reads its files and imports none of them.
+"""Whether Slipway fits a version of vLLM or LMCache: `python -m tools.engines.judge FOLDER
+[PACKAGE...]`.
 
-It prints each name that Slipway imports and the wheel does not have, and each patch that does not
-fit, with what happens then; and ends with 1 where there is any.
+FOLDER is an unpacked wheel. The check reads its files and imports none of them. It prints each name
+that Slipway imports and the wheel lacks. It also prints each patch that does not fit, with the
+consequence. The exit code is 1 if there is any.
 """
 
 import ast

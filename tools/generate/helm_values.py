@@ -34,7 +34,7 @@ is taken out by `null`.
 
 
 class Value(NamedTuple):
-    """A value of the chart: its path, default, description, and its type or what it is one of."""
+    """A value of the chart: its path, default, description, and its type or allowed values."""
 
     path: tuple[str, ...]
     default: Any

@@ -13,7 +13,9 @@ LICENCE = b"# SPDX-License-Identifier: Apache-2.0\n"
 
 
 def generated(source: Path) -> dict[Path, bytes]:
-    """The modules of one .proto file: file → content. Raises ValueError where it is none."""
+    """The modules of one .proto file: file → content. Raises ValueError if the file is not
+    valid.
+    """
     with tempfile.TemporaryDirectory() as folder:
         code = protoc.main(
             [

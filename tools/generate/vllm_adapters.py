@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.generate.vllm_adapters [--check]`: write vllm_adapters.json, or
-check that it is fresh: by which names the pinned vLLM knows the modules of each architecture.
+"""`python -m tools.generate.vllm_adapters [--check]`: write vllm_adapters.json, or check that it is
+fresh. The file has the pinned vLLM's names for the modules of each architecture.
 
 The names are attributes of vLLM's classes, which are imported. Packages that only single models
-need are replaced by empty ones, so the command has a process of its own. Run it whenever the pin
+need are replaced by empty ones, so the command runs in a separate process. Run it whenever the pin
 moves; a test fails when the file is stale.
 """
 
@@ -25,7 +25,7 @@ from tools.generate.files import written
 PATH = vllm_models.PATH.with_name("vllm_adapters.json")
 
 _ABSENT = {"torchvision", "torchaudio", "terratorch", "timm"}
-"""What single models import and the CPU engine has not."""
+"""Modules that single models import and the CPU engine lacks."""
 _CUDA_ONLY = {"Dots3NoteForCausalLM", "Dots3NoteMTPModel"}
 """Architectures whose modules cannot be imported without CUDA."""
 _AT_START = re.compile(r"self\.hf_to_vllm_mapper\s*\|?=")
@@ -70,7 +70,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _renames(mapper: Any) -> dict[str, dict[str, str]]:
-    """What vLLM's WeightsMapper renames, in its order."""
+    """The renamings of vLLM's WeightsMapper, in its order."""
     renames = mapper.get_rename_mapper()
     if renames.orig_to_new_renaming:
         raise ValueError("renamings of transformers are not written here yet")

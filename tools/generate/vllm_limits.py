@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write vllm.json of lmi_config/plan/refusals: words and limits by which the pinned vLLM refuses
-options, which are known without importing it. Run whenever the pin moves; a test fails when the
-file is stale.
+"""Write vllm.json of lmi_config/plan/refusals: the words and limits that the pinned vLLM checks
+options against, as far as the plan needs them without importing vLLM. Run whenever the pin moves; a
+test fails when the file is stale.
 """
 
 import dataclasses
@@ -16,9 +16,11 @@ PATH = Path(__file__).parent.parent.parent / "lmi_config" / "plan" / "refusals" 
 
 
 def _quantization() -> dict[str, dict[str, object]]:
-    """Method → what it wants. capability: of a GPU, at least, as 75 for 7.5. dtypes: of the model.
-    files: one of which has to be there where config.json says nothing. plain: whether it takes
-    weights that are not quantised.
+    """Method → its requirements.
+
+    capability: least compute capability of a GPU, as 75 for 7.5. dtypes: of the model. files: at
+    least one of them must exist if config.json does not name the method. plain: whether the method
+    takes weights that are not quantised.
     """
     from vllm.config.quantization import _ONLINE_SHORTHANDS
     from vllm.model_executor.layers import quantization
@@ -70,7 +72,7 @@ def _hints(made: type) -> dict[str, Any]:
 
 
 def _fields(configuration: type) -> dict[str, object]:
-    """Field → the same of what is in it, or None."""
+    """Field → the fields of its type, in the same form, or None."""
     hints = _hints(configuration)
     found: dict[str, object] = {}
     for field in dataclasses.fields(configuration):

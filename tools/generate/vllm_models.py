@@ -35,10 +35,11 @@ _UNLIKE = {"StaticSinkAttention", "PrefillPrefixLMAttention"}
 _UNLIKE_MODULES = {"whisper_causal", "extract_hidden_states", "unlimited_ocr"}
 """Modules that make such attention themselves, or set the window of R-SWA (models/config.py)."""
 _UNLIKE_MODULES |= {"iquest_loopcoder", "step3p5"}
-"""Those that give layers a window which their configuration may not name."""
+"""Modules that give layers a window which their configuration may not name."""
 _LIKE = {"deepseek_v32", "kimi_k3"}
-"""Folders of vllm/models whose attention is latent attention, with an index or beside states. The
-others there have attention of their own."""
+"""Folders of vllm/models with latent attention, with an index or beside states. The other folders
+there have other kinds of attention.
+"""
 
 
 def _package() -> Path:
@@ -75,7 +76,7 @@ def _files(module: str) -> list[Path]:
 
 
 def _imported(file: Path) -> Iterator[tuple[str, str]]:
-    """Module and name of what a file imports."""
+    """Module and name of each import in a file."""
     for node in ast.walk(_tree(file)):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.module, name.name) for name in node.names)
@@ -122,7 +123,7 @@ def _kind(module: str, name: str) -> str:
 
 
 def _configurations() -> list[str]:
-    """Values of model_type for which transformers or vLLM has a configuration class."""
+    """Values of model_type that have a configuration class in transformers or vLLM."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     found = {*CONFIG_MAPPING_NAMES}

@@ -20,7 +20,7 @@ _READ = re.compile(r"""environ(?:\.get|\.setdefault|\.pop)?[(\[]\s*["'](VLLM_[A-
 
 
 def kind(action: argparse.Action) -> str:
-    """What values an option takes, found out by offering it some."""
+    """The kind of values that an option takes, found by offering it some."""
     if isinstance(action, argparse.BooleanOptionalAction):
         return "boolean"
     if action.nargs == 0:

@@ -2,9 +2,9 @@
 """Write vllm.tsv of tests/lmi_config/refusals: every place where the pinned vLLM refuses a
 configuration, from its source.
 
-A row has a key without a line's number, the exception and the message; classified.tsv beside it
-says of each key whether the plan tells it. Run whenever the pin moves: a test fails when the file
-is stale or a key is not classified, and the diff is what the next version refuses.
+A row has a key without a line number, the exception and the message. For each key, classified.tsv
+beside it records whether the plan reports the refusal. Run whenever the pin moves: a test fails
+when the file is stale or a key is not classified. The diff shows the refusals of the next version.
 """
 
 import ast
@@ -23,8 +23,8 @@ _PROXIES = ("NVIDIAPlatform", "__getattr__")
 
 
 class Refusal(NamedTuple):
-    """key: file, qualified function and the first digits of the message's SHA-256; a second one
-    with the same message in a function has "+" behind it. message: with {…} for what is put in.
+    """key: file, qualified function and the first digits of the message's SHA-256; a second refusal
+    with the same message in a function has "+" behind it. message: with {…} for inserted values.
     """
 
     key: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write vllm_words.txt of serving/engine: the words that the pinned vLLM refuses requests with.
 
-What an error has beyond them may be a client's text, and is compared with the request. Run with the
+Other words in an error may be a client's text, and are compared with the request. Run with the
 environment's Python whenever the pin moves; a test fails when the file is stale.
 """
 
@@ -24,7 +24,9 @@ _MESSAGE = re.compile(r"error|message|msg|suggestion")
 
 
 def _messages(tree: ast.AST) -> Iterator[ast.AST]:
-    """What a module raises or answers, and its models' fields with the words that they may have."""
+    """The messages that a module raises or answers, and its models' fields with their allowed
+    words.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise):
             yield node

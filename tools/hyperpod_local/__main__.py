@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A local stand-in for HyperPod's inference operator.
 
-`apply` reads an InferenceEndpointConfig and runs its endpoint on this machine until Ctrl-C: a
-process of Slipway for each replica, with the container's arguments and variables and what the
-operator adds for kvCacheSpec; a stand-in for tiered storage, or Valkey; and the router, by
-intelligentRoutingSpec. With pdSpec some of the replicas prefill, and the others decode. `get` shows
-what runs. What follows `--` is added to the arguments of every container, like
-`-- --tensor-parallel-size 1`.
+`apply` reads an InferenceEndpointConfig and runs its endpoint on this machine until Ctrl-C. It
+starts a process of Slipway for each replica, with the container's arguments and variables and the
+operator's additions for kvCacheSpec. It also starts a stand-in for tiered storage, or Valkey, and
+the router, by intelligentRoutingSpec. With pdSpec some of the replicas prefill, and the others
+decode. `get` shows the running endpoints. Words after `--` are added to the arguments of every
+container, like `-- --tensor-parallel-size 1`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model(endpoint: manifest.Endpoint, named: str | None) -> tuple[str, list[str]]:
-    """The model that is served in the place of the manifest's, and what is to be said of it."""
+    """The model that is served instead of the manifest's, and notes about it for the user."""
     folder = endpoint.folder
     if named or endpoint.hub_id:
         return str(named or endpoint.hub_id), []

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An InferenceEndpointConfig, held against its schema, and what follows from it here."""
+"""An InferenceEndpointConfig, checked against its schema, and the facts that the stand-in needs of
+it.
+"""
 
 import dataclasses
 import json
@@ -21,12 +23,12 @@ NODE_IP = "127.0.0.1"
 COPY = "model-weights-copy"
 """The operator's volume for `prefetchEnabled`."""
 SPLITTING = ("prefixaware", "kvaware")
-"""Strategies with which Slipway's router has prompts computed apart."""
+"""Strategies that let Slipway's router divide prefill and decode."""
 _USED = (
     *("invocationEndpoint", "intelligentRoutingSpec", "kubernetes", "kvCacheSpec", "loadBalancer"),
     *("maxDeployTimeInSeconds", "modelSourceConfig", "pdSpec", "replicas", "worker"),
 )
-"""Fields of `spec` that count here. So do these within them, where it is not all:"""
+"""Fields of `spec` that count here. Some of them count only with these inner fields:"""
 _USED_WITHIN = {
     "intelligentRoutingSpec": ("enabled", "routingStrategy"),
     "kubernetes": ("volumes",),
@@ -49,7 +51,9 @@ class ManifestError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
-    """Pods that are alike. name: as in OPTION_SERVER_ROLE. args: replace those of the worker."""
+    """Pods with equal arguments. name: as in OPTION_SERVER_ROLE. args: replace those of the
+    worker.
+    """
 
     name: str
     replicas: int
@@ -58,15 +62,15 @@ class Role:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What is asked for.
+    """The endpoint that a manifest asks for.
 
-    folder: of the node, which has the model. mount: where the container sees its model. port: the
-    container's. health, invocation: paths.
-    strategy: of intelligent routing, or None. l1: whether KV caches are kept in CPU memory. l2:
-    "redis", "tieredstorage" or None. cache_file: a configuration of LMCache's, which then is all
-    that counts. seconds: that a deployment may take. apart: the prefill and the decode pods of
-    `pdSpec`, or None. threshold: tokens of a prompt from which on it is computed by the former.
-    notes: what an operator should know of fields that do something else here, or nothing.
+    folder: the node's folder with the model. mount: the model's path in the container. port: the
+    container's. health, invocation: paths. strategy: of intelligent routing, or None. l1: whether
+    KV caches are kept in CPU memory. l2: "redis", "tieredstorage" or None. cache_file: a
+    configuration of LMCache's; it replaces all other cache settings. seconds: time limit of a
+    deployment. apart: the prefill and the decode pods of `pdSpec`, or None. threshold: prompts of
+    at least this many tokens are computed by the prefill pods. notes: for an operator, about fields
+    that have another effect here, or none.
     """
 
     name: str
@@ -96,7 +100,7 @@ class Endpoint:
 
 
 def check(document: Any) -> None:
-    """Raise ManifestError for what a cluster would not take, or would drop."""
+    """Raise ManifestError for fields that a cluster would refuse or drop."""
     if not isinstance(document, dict):
         raise ManifestError(["the file should have one object of Kubernetes"])
     faults = [
@@ -125,7 +129,9 @@ def read(file: Path) -> Endpoint:
 
 
 def endpoint(document: Document) -> Endpoint:
-    """What a checked manifest asks for. Raises ManifestError for what has no meaning here."""
+    """The endpoint that a checked manifest asks for. Raises ManifestError for values that have no
+    meaning here.
+    """
     spec = schema.with_defaults(document, schema.SCHEMA)["spec"]
     worker, source = spec["worker"], spec["modelSourceConfig"]
     kv = schema.with_defaults(
@@ -163,7 +169,7 @@ def _l2(kv: Document) -> str:
 
 
 def _faults(spec: Document, kv: Document) -> Iterator[str]:
-    """What would have something else served here than a cluster serves."""
+    """Faults that would make this machine serve something else than a cluster would."""
     if spec["worker"].get("command"):
         yield "spec.worker.command: the image's own entry point runs here; leave it out"
     if kv["enableL2Cache"] and _l2(kv) not in ("redis", "tieredstorage"):
@@ -181,7 +187,7 @@ def _faults(spec: Document, kv: Document) -> Iterator[str]:
 
 
 def _volume_faults(spec: Document) -> Iterator[str]:
-    """Volumes of one's own that the operator would not take."""
+    """Faults of a user's volumes that the operator would refuse."""
     source = spec["modelSourceConfig"]
     mount = spec["worker"]["modelVolumeMount"]["name"]
     names = [it["name"] for it in spec.get("kubernetes", {}).get("volumes", ())]
@@ -221,7 +227,7 @@ def _apart(spec: Document) -> tuple[Role, Role] | None:
 
 
 def _strategy(spec: Document) -> str | None:
-    """How the router routes; None where there is none."""
+    """The router's strategy; None without intelligent routing."""
     routing = spec.get("intelligentRoutingSpec", {})
     asked = routing.get("routingStrategy", "prefixaware") if routing.get("enabled") else None
     if "pdSpec" in spec and asked not in SPLITTING:
@@ -230,7 +236,7 @@ def _strategy(spec: Document) -> str | None:
 
 
 def _notes(spec: Document) -> Iterator[str]:
-    """What of a manifest does something else here than on a cluster, or nothing."""
+    """Notes about fields of a manifest that have another effect here than on a cluster, or none."""
     mute = [f"spec.{it}" for it in spec if it not in _USED]
     for name, used in _USED_WITHIN.items():
         mute += [f"spec.{name}.{it}" for it in spec.get(name, {}) if it not in used]
@@ -264,7 +270,7 @@ def _environment(variables: Iterable[Document]) -> dict[str, str]:
 
 
 def _expanded(text: str, environ: Mapping[str, str]) -> str:
-    """Text with `$(NAME)` replaced by what was set before."""
+    """Text with `$(NAME)` replaced by the variables that were set before."""
     return re.sub(r"\$\((\w+)\)", lambda it: environ.get(it[1], it[0]), text)
 
 
@@ -276,12 +282,12 @@ def container(
     extra: Mapping[str, object],
     l1_gib: float,
 ) -> tuple[list[str], dict[str, str]]:
-    """A container's arguments and variables, with what the operator adds for `kvCacheSpec`, and
+    """A container's arguments and variables, with the operator's additions for `kvCacheSpec`, and
     Slipway's own for `pdSpec`.
 
-    model: what the mounted folder is here. url: of L2, or of the store by which KV is handed over.
-    extra: LMCache's extra_config for it. The operator is not public: what it adds is what AWS's
-    documents and its users' logs show.
+    model: the mounted folder's path here. url: of L2, or of the store that hands over KV. extra:
+    LMCache's extra_config for it. The operator is not public: its additions are taken from AWS's
+    documents and its users' logs.
     """
     args = [_expanded(word, endpoint.environ) for word in (*endpoint.args, *role.args)]
     added: dict[str, str] = {"NODE_IP": NODE_IP}
@@ -307,7 +313,7 @@ def container(
 
 
 def listens(args: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The port on which Slipway's container would listen. Raises ManifestError."""
+    """The port that Slipway's container would listen on. Raises ManifestError."""
     verb, words, environ = arguments.called(args, environ) or ("serve", [*args[1:]], environ)
     try:
         return settings.read(environ, arguments.read(verb, words)).port

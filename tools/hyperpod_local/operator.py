@@ -22,7 +22,7 @@ from tools.hyperpod_local import manifest
 from tools.hyperpod_local.manifest import NODE_IP, Endpoint, ManifestError
 
 CONFIGURING = ("OPTION_", "SERVING_", "SAGEMAKER_", "SM_VLLM_", "HF_MODEL_ID", "LMCACHE_")
-"""Variables of our own that a container does not get."""
+"""Variables of this process that a container does not get."""
 HERE = ("--host", NODE_IP, "--port", "{port}")
 """Pods have an address each, and these programs share one. The last of equal arguments counts."""
 AGAIN_S = 1.0
@@ -44,7 +44,7 @@ class Pod:
     ready: bool = False
 
     def look(self) -> None:
-        """See whether it is ready, and start it again where it has ended."""
+        """Check whether it is ready, and start it again if it has ended."""
         if self.program.process.poll() is None:
             with contextlib.suppress(httpx.HTTPError):
                 url = f"{self.program.url}{self.health}"
@@ -83,9 +83,9 @@ class Pod:
 class Operator:
     """One endpoint's programs.
 
-    model: a folder or hub id, in the place of the model's source. more: arguments that every
-    container gets behind its own. port: of the endpoint. l1_gib: of CPU memory for each replica.
-    image: the program that is a replica. start: makes a process of it.
+    model: a folder or hub id that replaces the model's source. more: arguments that every container
+    gets after its own. port: of the endpoint. l1_gib: of CPU memory for each replica. image: the
+    program of a replica. start: starts a process of it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Operator:
         self.url = self.router.program.url
 
     def _own(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """A container's variables, with what makes several of them fit on one machine."""
+        """A container's variables, with changes so that several containers fit on one machine."""
         endpoint = self.endpoint
         own = {"OPTION_SERVED_MODEL_NAME": f"{Path(endpoint.mount).name},lmi,{endpoint.mount}"}
         if not Path("/dev/nvidiactl").exists():
@@ -212,10 +212,10 @@ class Operator:
                 program.end()
 
     def keep(self, told: Callable[[str], None], ending: Callable[[float], bool]) -> bool:
-        """Keep the pods running and tell what becomes of them. False where it does not get ready
-        in time.
+        """Keep the pods running and report their changes. Returns False if they do not get ready in
+        time.
 
-        ending: whether to end, after waiting so many seconds.
+        ending: whether to end, after waiting this many seconds.
         """
         shown, ready, pods = "", False, (*self.pods, self.router)
         while not ending(LOOK_S):
@@ -252,7 +252,7 @@ class Operator:
 
 
 def running() -> list[dict[str, Any]]:
-    """What the stand-ins on this machine have written of their endpoints."""
+    """The endpoints' states that the stand-ins on this machine have written."""
     found = []
     for file in sorted((cache() / "hyperpod").glob("*.json")):
         with contextlib.suppress(OSError, ValueError):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is rehearsed: machines, models and options in pairs, and what `plan` says of each."""
+"""The cases of the rehearsal: pairs of machines, models and options, and the result of `plan` for
+each.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -24,7 +26,9 @@ GIB = 1024**3
 DRIVER = "580.65.06"
 CUDA = 13000
 ROUNDED = 0.005
-"""The part of a KV cache by which `plan` may miss what vLLM counts: blocks are not divided."""
+"""Tolerated difference between `plan` and vLLM in the size of a KV cache, as a share: blocks are
+not divided.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +149,11 @@ def cases() -> Iterator[Case]:
 
 
 def planned(case: Case, folder: Path) -> dict[str, Any]:
-    """What `plan` says of a case, whose models are in the folder: what vLLM has to `judge`, the
-    variables of its environment and figures to compare; or why it is `refused`, and what vLLM would
-    have had to judge.
+    """The result of `plan` for a case with its models in the folder.
+
+    It has `judge`, vLLM's arguments, with the variables of its environment, and figures to compare.
+    If the plan refuses the case, it has `refused`, the reason, and the arguments that vLLM would
+    have got.
     """
     names = {"gpus": case.gpus.count, "model": case.model, "models": folder}
     environ = {
@@ -213,7 +219,7 @@ def _unchecked(settings: Settings, here: Machine, drafted: drafts.Draft | None) 
 
 
 def disagreements(plan: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iterator[str]:
-    """What vLLM makes of a case that `plan` did not say."""
+    """Differences between vLLM's result for a case and the plan's."""
     if plan.get("refused") or vllm.get("refused"):
         warned = any("vLLM will refuse" in it for it in plan.get("findings", ()))
         if not plan.get("refused") and not warned:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CUDA build as a judge of command lines, on the machine of the stand-in NVML.
 
-Run by the environment with requirements/gpu.txt. Reads cases from standard input, a JSON object
-with `judge` (the arguments of judge below) and `environment` in each line, and answers each with a
-line: `refused`, why, or what vLLM made of it. Nothing is loaded and no engine is started.
+Run by the environment with requirements/gpu.txt. Reads cases from standard input, a JSON object in
+each line, with `judge` (the arguments of judge below) and `environment`. Answers each with a line:
+`refused` with the reason, or vLLM's configuration. No model is loaded and no engine is started.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def imports(names: list[str]) -> dict[str, Any]:
 
 
 def judge(arguments: list[str], memory: int | None = None) -> dict[str, Any]:
-    """What vLLM makes of a command line. memory: bytes that each rank has for its KV cache."""
+    """vLLM's result for a command line. memory: bytes that each rank has for its KV cache."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -97,8 +97,8 @@ def judge(arguments: list[str], memory: int | None = None) -> dict[str, Any]:
 
 def _kept(config: Any, memory: int | None) -> dict[str, Any]:
     """Bytes of KV of one token in all layers of one rank, by the specifications of the model's own
-    layers, and the tokens that the memory holds. The model is built for rank 0 without weights, and
-    its layers may refuse it, too.
+    layers, and the tokens that the memory holds. The model is built for rank 0 without weights. Its
+    layers may also refuse the case.
     """
     try:
         specs = _specifications(config)
@@ -168,7 +168,7 @@ def _specifications(config: Any) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The error in one line; of pydantic's, what they say."""
+    """The error in one line; for pydantic's errors, their messages."""
     words = " ".join(str(error).split()).partition(" [type=")[0]
     return f"{type(error).__name__}: {words}"[:300]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled for an H100 where there is none, by what compiles them on one: Triton and
-FlashInfer, the latter with the nvcc, headers and libraries of CUDA's wheels.
+"""Compiles kernels for an H100 on a machine without one, by the compilers that an H100 would use:
+Triton and FlashInfer, the latter with the nvcc, headers and libraries of CUDA's wheels.
 
-Run by the environment with requirements/gpu.txt. Writes the sizes of what was made, as JSON, and
-whether vLLM finds what FlashInfer needs and would use it.
+Run by the environment with requirements/gpu.txt. Writes the sizes of the compiled kernels, as JSON,
+and whether vLLM finds all that FlashInfer needs and would use it.
 """
 
 import json

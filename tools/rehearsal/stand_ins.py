@@ -5,14 +5,14 @@ import subprocess
 from pathlib import Path
 
 GPUS = "SLIPWAY_REHEARSAL_GPUS"
-"""The variable from which the stand-in NVML takes its machine; nvml.c says how."""
+"""The variable that describes the machine of the stand-in NVML; nvml.c has its format."""
 _LIBRARIES = {"nvml.c": "libnvidia-ml.so.1", "cuda.c": "libcuda.so.1"}
 
 
 def build(folder: Path) -> None:
-    """Compile them into a folder for LD_LIBRARY_PATH.
+    """Compile the stand-ins into a folder for LD_LIBRARY_PATH.
 
-    Raises OSError or CalledProcessError where there is no C compiler, or it fails.
+    Raises OSError or CalledProcessError if there is no C compiler, or if it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for source, library in _LIBRARIES.items():

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulate the router's strategies, and those of others, in front of seven engines with GPUs.
 
-tools/routing_sim/README.md describes the simulation, the sources of the strategies, and the
-limits of the results.
+tools/routing_sim/README.md describes the simulation, the sources of the strategies, and the limits
+of the results.
 
-Columns: percentiles of the time to first token (TTFT) in seconds, over the requests of all seeds;
-"gap": time between the tokens of an answer; "hit": prompt tokens from an engine's cache / prompt
-tokens; "hot": replicas x the largest share of requests that one got; "loads": of adapters, for each
-request; "failed": requests that had not ended 60 s after the last one came, which count as the
-slowest.
+Columns are percentiles of the time to first token (TTFT) in seconds, over the requests of all
+seeds, and:
+
+- "gap": time between the tokens of an answer
+- "hit": prompt tokens from an engine's cache / prompt tokens
+- "hot": replicas x the largest share of requests that one got
+- "loads": loads of adapters, for each request
+- "failed": requests that had not ended 60 s after the last one came; they count as the slowest
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode apart: the load and the length of prompts from which it pays."""
+"""Prefill and decode apart: the least load and prompt length that make it pay."""
 
 import math
 import random

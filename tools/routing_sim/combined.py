@@ -37,7 +37,7 @@ class Arm:
 
 
 def arms() -> list[Arm]:
-    """The first is what the others are compared with."""
+    """All arms. The first is the baseline for the others."""
     stores = STORES.items()
     return [
         Arm("baseline"),

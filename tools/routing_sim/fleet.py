@@ -24,8 +24,9 @@ EVENTS_S = 0.005
 HANDOVER_S = 2.0
 """Time limit for a handed-over prompt's KV."""
 WARM_UP, DRAIN_S, DOWN_S = 1 / 3, 60.0, 20.0
-"""The share of a run that only fills caches; seconds after the last request in which all may end;
-seconds that a lost replica is away."""
+"""The share of a run that only fills caches; seconds for requests to end after the last one has
+come; seconds that a lost replica is away.
+"""
 
 
 class Fleet:

@@ -26,8 +26,11 @@ def block_tokens(links: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of an engine: tokens/s of prompts, seconds of a step, seconds for each token of context that
-    a step reads, seconds for each request, tokens that its KV cache holds, bytes of a token's KV.
+    """An engine.
+
+    rate: tokens/s of prompts. step_s: seconds of a step. context_s: seconds for each token of
+    context that a step reads. overhead_s: seconds for each request. kv_tokens: tokens that its KV
+    cache holds. kv_bytes: bytes of a token's KV.
     """
 
     rate: float

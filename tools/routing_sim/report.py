@@ -110,7 +110,7 @@ def run(cases: Sequence[Case], arms: Sequence[str], seeds: int) -> Found:
 
 
 class Target(NamedTuple):
-    """What is wanted of each of our arms, and what was found; changes are against round-robin."""
+    """A target for one of our arms, and its result; changes are against round-robin."""
 
     what: str
     wanted: float
@@ -138,7 +138,7 @@ def limit(case: Case) -> float:
 
 
 def knee(cases: Sequence[Case], found: Found, arm: str) -> int:
-    """The last case in which nine of ten requests of the arm have their first token in time."""
+    """The last case that gives nine of ten requests of the arm their first token in time."""
     within = [it[arm].ttft(0.9) <= limit(case) for case, it in zip(cases, found, strict=True)]
     return max(0, [*within, False].index(False) - 1)
 

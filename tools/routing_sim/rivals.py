@@ -44,7 +44,7 @@ class LeastRequests(Plain):
 
 
 class Indexed(Plain):
-    """With our index in the place of theirs: their trees differ little in what they find."""
+    """Their strategy with our index: their trees find nearly the same prefixes."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
@@ -124,8 +124,8 @@ class TheirPrefixAware(Plain):
 
 
 class TheirKvAware(Plain):
-    """Falls back to their session ring, or to the fewest requests of the last 60 s. What engines
-    hold stands for what LMCache holds.
+    """Falls back to their session ring, or to the fewest requests of the last 60 s. The engines'
+    contents represent LMCache's.
     """
 
     def __init__(self, index: KvIndex) -> None:

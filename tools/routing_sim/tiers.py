@@ -41,7 +41,7 @@ class Chunks:
         return self._since.get(link, now + 1) <= now
 
     def since(self, link: int) -> float:
-        """Since when it can be read, 0 where it is not here."""
+        """When a link became readable, 0 if it is not in this tier."""
         return self._since.get(link, 0.0)
 
     def add(self, links: Sequence[int], since: float) -> None:
@@ -59,7 +59,7 @@ class Chunks:
 
 
 class Shared:
-    """The L2 of a fleet: its chunks, and its one link each way where it has one."""
+    """The L2 of a fleet: its chunks, and its one link each way if it has a link."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier, self.chunks = tier, Chunks(tier.tokens)
@@ -94,8 +94,8 @@ class Tiers:
             self._reads, self._writes = l2.links()
 
     def load(self, links: Sequence[int], start: int, tokens: int, now: float) -> Loaded | None:
-        """Begin to load what is there of these blocks after `start` tokens; the last of the
-        request's tokens is always computed. None: nothing is.
+        """Begin to load the cached blocks after `start` tokens; the last of the request's tokens is
+        always computed. None if no block is cached.
         """
         ends = links[CHUNK - 1 : (tokens - 1) // BLOCK : CHUNK]
         first = start // (CHUNK * BLOCK)
@@ -124,7 +124,7 @@ class Tiers:
         return Loaded(end - start - of_l2, of_l2, at)
 
     def store(self, links: Sequence[int], tokens: int, now: float) -> None:
-        """The engine has these blocks of a prompt with so many tokens."""
+        """The engine has these blocks of a prompt. tokens: length of the prompt."""
         ends = links[CHUNK - 1 : tokens // BLOCK : CHUNK]
         self._memory.add(ends, now)
         if not self._l2:

@@ -186,7 +186,7 @@ class Components:
         self._copies.begin(self._update_base(component, specification))
 
     async def _update_base(self, component: Component, specification: Record | None) -> None:
-        """Scale to none or to one copy, or put a new copy in the place of the old one."""
+        """Scale to zero or one copy, or replace the old copy by a new one."""
         async with component.lock:
             wanted = component.described["RuntimeConfig"]["DesiredCopyCount"]
             before, old = component.copy, component.specification

@@ -71,10 +71,10 @@ class Result(NamedTuple):
 
 
 class Container:
-    """The container at a URL, and what the checks may use.
+    """The container at a URL, and the inputs of the checks.
 
-    body: of a request that it answers, with the same words each time. adapter: a folder that the
-    container sees by the same path. pid: of its process, which gets a SIGTERM at the end.
+    body: a request that it answers, with the same words each time. adapter: a folder that the
+    container sees by the same path. pid: its process, which gets a SIGTERM at the end.
     """
 
     def __init__(

@@ -15,8 +15,10 @@ from tools.sagemaker_local.wire import Refused, check, check_environment, operat
 
 
 class Target(NamedTuple):
-    """What answers an invocation. group: the log group of its container. sessions: the copies that
-    began those that are open; a component has one copy.
+    """The target of an invocation.
+
+    group: the log group of its container. sessions: open sessions, and the copies that began them;
+    a component has one copy.
     """
 
     copy: Copy
@@ -27,7 +29,7 @@ class Target(NamedTuple):
 
 
 class ControlPlane:
-    """What boto3's `sagemaker` clients see. All of it runs in one event loop."""
+    """The API for boto3's `sagemaker` clients. All of it runs in one event loop."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class ControlPlane:
     def target(
         self, endpoint: str, component: str | None, variant: str | None, session: str | None
     ) -> Target:
-        """What answers an invocation. Raises Refused as the runtime does."""
+        """The target of an invocation. Raises Refused as the runtime does."""
         found: Endpoint | None = self._records.get("Endpoint", endpoint)
         if not found or found.status not in ("InService", "Updating"):
             raise Refused(f"Endpoint {endpoint} of account {self.account} not found.")

@@ -119,7 +119,7 @@ class Copies:
 
 
 def recipe(name: str, container: Record, more: Record) -> Recipe:
-    """What a copy is made of. more: what a variant or a component says of its containers."""
+    """The recipe of a copy. more: settings of a variant or a component for its containers."""
     metrics = container.get("ContainerMetricsConfig", {}).get("MetricsEndpoints") or [{}]
     several = container.get("Mode") == MULTI_MODEL
     own = {"SAGEMAKER_MULTI_MODEL": "true"} if several else {}

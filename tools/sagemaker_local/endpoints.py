@@ -10,7 +10,7 @@ from tools.sagemaker_local.wire import Refused
 
 
 class Endpoints:
-    """The operations on endpoints. What takes time goes on in the background."""
+    """The operations on endpoints. Slow steps run in the background."""
 
     def __init__(self, records: Records, copies: Copies) -> None:
         self._records = records

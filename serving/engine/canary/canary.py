@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One in N requests that were answered with KV from the tiers is verified (OPTION_KV_TIERS_VERIFY).
 
-The engine computes its first token twice more: with the KV that it has now, which was loaded, and
-with a salt of its own, so that all of it is computed. Where their log probabilities differ too
-often, the tiers are used no more: each later request carries a mark, by which the connector in the
-engine's process neither looks it up nor stores it. It gets another salt, too, so that it does not
-find in the engine's own cache what was loaded before.
+The engine computes the request's first token twice more. The first time it uses the KV that it
+loaded. The second time it uses a separate salt, so that it computes all KV. If the log
+probabilities differ too often, the tiers are turned off. Each later request then carries a mark,
+and the connector in the engine's process neither loads nor stores its KV. The request also gets
+another salt, so that the engine's own cache does not return the KV that was loaded before.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Canary:
         self._client, self._how = client, verification
         self.tally = Tally()
         self._afresh = secrets.token_hex(16)
-        """What the salts of requests begin with once the tiers are off."""
+        """Prefix of the requests' salts after the tiers are off."""
         self._hits = 0
         self._task: asyncio.Task[None] | None = None
         config = client.vllm_config
@@ -82,7 +82,7 @@ class Canary:
         self._task = asyncio.get_running_loop().create_task(self._verify(request))
 
     async def stop(self) -> None:
-        """Give up what is being verified."""
+        """Cancel the current verification."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -15,8 +15,8 @@ OF_COMPARED = 20
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """every: one in so many hits is verified. top, any: differences of log probabilities (of base
-    e) that count. tiers: which there are, for logs and metrics.
+    """every: one hit of this many is verified. top, any: differences of log probabilities (of base
+    e) that count. tiers: the tiers' names, for logs and metrics.
     """
 
     every: int
@@ -56,12 +56,12 @@ def _apart(one: Candidates, other: Candidates, token: int) -> float:
 
 
 class Tally:
-    """What was compared last."""
+    """The results of the latest comparisons."""
 
     def __init__(self) -> None:
         self._last: deque[bool] = deque(maxlen=OF_COMPARED)
         self.off = False
-        """Whether the tiers are used no more, once and for all."""
+        """Whether the tiers are off; they stay off until a restart."""
 
     def add(self, different: bool) -> None:
         self._last.append(different)

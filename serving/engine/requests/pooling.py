@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the server's process: what vLLM answers of models that do not generate, path by path,
-with each request read as one kind.
+"""In the server's process: vLLM's answers for models that do not generate, by path. Each request is
+read as one kind.
 
-vLLM has five models of a request for embeddings, four of one for scores, and pydantic reads every
-body as all of them: 18 µs for each token in a list of them, on the event loop, a minute for a body
-of 7 MB.
+vLLM has five models of a request for embeddings and four of one for scores. pydantic reads every
+body as all of them, which takes 18 µs for each token in a list of them, on the event loop. A body
+of 7 MB would take a minute.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def _kind(body: Any) -> str:
 
 
 def _kind_of_one(body: Any) -> str:
-    """Of a request that has texts or one chat."""
+    """The kind of a request that has texts or one chat."""
     return _CHAT if isinstance(body, dict) and body.get("messages") else _TEXTS
 
 
@@ -97,8 +97,8 @@ ScoreRequest = Annotated[
 
 
 def kinds(tasks: tuple[str, ...], model: Any) -> Mapping[str, tuple[Any, str]]:
-    """By path, for what the model does: the kinds of its requests, and the name of vLLM's serving
-    object. tasks: vLLM's words for what it does. model: vLLM's configuration.
+    """By path, for the model's tasks: the kinds of requests, and the name of vLLM's serving object.
+    tasks: vLLM's names of the model's tasks. model: vLLM's configuration.
     """
     task = model.get_pooling_task(tasks)
     found: dict[str, tuple[Any, str]] = {}

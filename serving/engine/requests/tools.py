@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forced tool calls fit their function's schema, by vLLM's grammars.
 
-vLLM binds the arguments of a forced call only where the function says `"strict": true`, and it
-forces no call without a parser of the model's own format. Here a forced call is bound unless the
-function says `"strict": false`. Its arguments are then any object. Where vLLM has no grammar for
-the model's format, the model writes the call as JSON. A forced call is one with `tool_choice`
-`required` or a function's name, Anthropic's `any` and `tool`, and a forced function of Responses.
+vLLM binds the arguments of a forced call only if the function has `"strict": true`, and it forces
+no call without a parser of the model's own format. Here a forced call is bound unless the function
+has `"strict": false`. Its arguments are then any object. If vLLM has no grammar for the model's
+format, the model writes the call as JSON. A forced call is one with `tool_choice` `required` or a
+function's name, Anthropic's `any` and `tool`, and a forced function of Responses.
 """
 
 import contextlib
@@ -182,8 +182,8 @@ def _name(choice: Any) -> str:
 def unsupported(schema: dict[str, Any]) -> str | None:
     """The keyword that keeps a grammar from enforcing this JSON schema, in words; or None.
 
-    The schema is then one of which xgrammar's grammar writes valid JSON: for strings with a length
-    it would allow control characters.
+    Changes the schema so that xgrammar's grammar for it writes valid JSON: for strings with a
+    length limit, the grammar would allow control characters.
     """
     kind = schema.setdefault("type", "object") if not _is_composed(schema) else "object"
     if kind != "object":
@@ -220,7 +220,9 @@ def _is_composed(schema: Mapping[str, Any]) -> bool:
 
 
 def _fault(one: Mapping[str, Any]) -> str | None:
-    """What xgrammar would ignore of one schema, without those within it."""
+    """A part of one schema that xgrammar would ignore, in words; or None. Schemas within it are not
+    read.
+    """
     for name in _UNKNOWN:
         if name in one:
             return f"`{name}`"

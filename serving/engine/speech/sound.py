@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files with sound: how long they are, and their samples, within limits.
+"""Files with sound: their duration, and their samples, within limits.
 
-libsndfile reads them a block at a time and soxr brings them to the rate that the model hears, so
-that no file needs more memory than the sound it may have; vLLM (0.32) takes a whole file's samples
-at once, at its own rate, and trusts its header for how many there are. MP4 and WebM are for PyAV,
-which is FFmpeg: 107 MB with encoders under the GPL, so it is in no lock.
+libsndfile reads them a block at a time and soxr converts them to the model's sampling rate. No file
+therefore needs more memory than its longest allowed sound. vLLM (0.32) reads all samples of a file
+at once, at the file's rate, and trusts the header for their number. MP4 and WebM need PyAV, which
+is FFmpeg: 107 MB with encoders under the GPL, so it is in no lock.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ MINIMUM_HZ, MAXIMUM_HZ = 1_000, 192_000
 CHANNELS = 8
 KINDS = "WAV, FLAC, MP3 or Ogg"
 WINDOW_S = 30
-"""What Whisper hears at once, and what is longer is cut into."""
+"""Seconds of sound that Whisper takes at once. Longer sound is cut into pieces of this length."""
 MP4 = "MP4, M4A or WebM"
 BYTES_PER_S = 4_000  # 32 kbit/s
 _BLOCK = 64 * 1024  # samples of each channel
@@ -35,10 +35,10 @@ def too_long(seconds: float, longest: int) -> SoundError:
 
 
 def seconds(data: bytes, longest: int) -> float:
-    """How long a file lasts, by what its head says; a few milliseconds.
+    """The duration of a file in seconds, by its header; takes a few milliseconds.
 
-    longest: seconds that it may last. Raises SoundError where that is too long, or the file is of
-    a kind that is not known here.
+    longest: the longest allowed duration in seconds. Raises SoundError if the file is longer, or of
+    an unknown kind.
     """
     if _kind(data) == MP4:
         found = _seconds_of_container(data)
@@ -51,9 +51,10 @@ def seconds(data: bytes, longest: int) -> float:
 
 
 def load(file: io.BytesIO, *, sr: int, max_duration_s: int, **_: object) -> tuple[Any, int]:
-    """What vLLM's load_audio() gives: the samples of a file, in one channel at the rate `sr`.
+    """A replacement of vLLM's load_audio(): the samples of a file, in one channel at the rate `sr`.
 
-    max_duration_s: what it may last, whatever its head says. Raises SoundError.
+    max_duration_s: the longest allowed duration in seconds, whatever the header says. Raises
+    SoundError.
     """
     import numpy as np
     import soundfile
@@ -109,8 +110,8 @@ def _opened(data: bytes) -> Iterator[Any]:
 
 
 def _kind(data: bytes) -> str:
-    """What a file is by its first bytes: libsndfile knows some thirty kinds, which is more code
-    than strangers' files should reach.
+    """The kind of a file, by its first bytes. libsndfile reads some thirty kinds; strangers' files
+    reach only the code for these few.
     """
     if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
         return "WAV"
@@ -133,8 +134,8 @@ def _require_av() -> None:
 
 
 def _seconds_of_container(data: bytes) -> float:
-    """What the head says, or where it says nothing, as of browsers' recordings, what their usual
-    bit rate makes of the size.
+    """The duration in the header. A header without one, as in browsers' recordings, gives an
+    estimate: the size divided by the usual bit rate.
     """
     _require_av()
     import av

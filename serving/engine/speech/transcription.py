@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's requests of models that hear (0.32), with sound that is read within limits, and tenants
-that share no caches.
+"""vLLM's requests to speech-to-text models (0.32): sound is read within limits, and tenants share
+no caches.
 """
 
 import io
@@ -75,7 +75,7 @@ class _Salting:
         return self._with_salt(self._model_class.get_language_detection_prompt(*rest, **more))
 
     def _with_salt(self, prompt: Any) -> Any:
-        """A prompt whose sound has a name of its own, and whose blocks have the salt."""
+        """A prompt with a unique name for its sound, and with the salt for its blocks."""
         heard = prompt.get("encoder_prompt", prompt)
         heard["multi_modal_uuids"] = {"audio": [uuid.uuid4().hex]}
         heard["cache_salt"] = prompt.get("decoder_prompt", prompt)["cache_salt"] = self._salt

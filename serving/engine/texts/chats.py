@@ -48,7 +48,7 @@ class Chats(Generation):
         self._renderer = renderer = state.online_renderer
         binds = not renderer.use_harmony and forced_calls.PATCH.applies() is None
         self._forced = tools.forced_parser(renderer.parser, args) if binds else None
-        """What reads forced calls, where the model's format has no grammar."""
+        """The parser of forced calls, if there is no grammar for the model's format."""
         self.reasons = bool(args.structured_outputs_config.reasoning_parser)
 
     def most_tokens(self, request: Any) -> int | None:
@@ -89,7 +89,7 @@ class Chats(Generation):
         }
 
     def parser(self, request: Any) -> Any:
-        """vLLM's parser of what the model writes, or None."""
+        """vLLM's parser of the model's text, or None."""
         forced = self._forced and tools.is_forced(request)
         return self._forced if forced else self._renderer.parser
 
@@ -104,13 +104,13 @@ class Chats(Generation):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the model may call tools of its own accord."""
+        """Whether the model may call tools without being asked to."""
         return bool(self._renderer.enable_auto_tools)
 
 
 class _Answer:
-    """parser: vLLM's, of what the model writes; it keeps what it has seen of an answer. options: of
-    the chat template.
+    """parser: vLLM's parser of the model's text; it keeps the state of an answer. options: of the
+    chat template.
     """
 
     def __init__(self, path: Chats, request: Any) -> None:
@@ -154,7 +154,7 @@ class _Answer:
         self._parsers = [self._new_parser() for _ in range(self._n)] if self._parses else []
         self._ended: set[int] = set()
         self._called: set[int] = set()
-        """Those that have called tools."""
+        """Numbers of the choices that have called tools."""
         self._generated: dict[int, int] = defaultdict(int)
         self._tokens: dict[int, list[int]] = defaultdict(list)
         self._texts: dict[int, list[str]] = defaultdict(list)
@@ -382,7 +382,7 @@ class _Answer:
         )
 
     def _echoed(self) -> str:
-        """What the last message of the conversation says, where the answer goes on with it."""
+        """The text of the conversation's last message, if the answer continues it."""
         last = self._asked.conversation[-1] if self._asked.conversation else {}
         if not isinstance(last, dict):
             return ""  # Harmony's, which has no role in that sense
@@ -443,8 +443,8 @@ class _Answer:
 
 
 def _passes_on(kind: Any, request: Any) -> bool:
-    """Whether the parser makes of a token no more than its text. Those of calls do not where a
-    request has no tools, but look at all that came before with each token.
+    """Whether the parser passes a token's text on unchanged. Parsers of tool calls do so for a
+    request without tools, but read the whole text again with each token.
     """
     return (
         kind.parse_delta is DelegatingParser.parse_delta
@@ -456,7 +456,7 @@ def _passes_on(kind: Any, request: Any) -> bool:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """What the log has of a message, or of a part of one."""
+    """The log's text of a message, or of a part of one."""
     found = [message.get("content") or ""]
     if reasoning := message.get("reasoning"):
         found.append(f"[reasoning: {reasoning}]")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions, of which LMI's requests are made as well."""
+"""Completions, also for the requests of LMI's API."""
 
 import itertools
 import time

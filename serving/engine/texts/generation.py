@@ -56,11 +56,11 @@ class Answer(Protocol):
     """Writes the answer to one request."""
 
     def begin(self, asked: Asked) -> None:
-        """Hear what has become of the request, before anything is written."""
+        """Take the rendered request, before any output."""
 
     def part(self, output: Any, result: Any, prompt: int) -> bytes | None:
-        """Events for an output of a stream, or nothing. result: the output's own; None where it is
-        not the first of its prompt. prompt: its number.
+        """Events for an output of a stream, or nothing. result: the output's result; None if the
+        output is not the first of its prompt. prompt: the prompt's number.
         """
 
     def token(
@@ -112,7 +112,7 @@ class Generation:
         raise NotImplementedError
 
     def answer(self, request: Any) -> Answer:
-        """What writes the answer."""
+        """A writer for the request's answer."""
         raise NotImplementedError
 
     def adapter_by_media(self, request: Any) -> Any:
@@ -163,7 +163,7 @@ class Generation:
     async def _ask(
         self, call: Any, request: Any, sink: Any, client: Any
     ) -> tuple[Answer, list[Any]]:
-        """Have vLLM's results made, one after the other, and what writes them."""
+        """The writer of the answer, and vLLM's generators of results, one for each prompt."""
         if self.log:
             self.log.log_request_body(request)
         adapter = await self._adapter(request.model, client) or self.adapter_by_media(request)
@@ -235,7 +235,9 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def _rejection_told(self, request: Any, client: Any) -> AsyncGenerator[None, None]:
-        """Where a request fails here that has KV on another server, tell that it is not fetched."""
+        """If the block fails, tell the connector that KV of the request on another server is not
+        fetched.
+        """
         transfer = self._transfers and request.kv_transfer_params
         try:
             yield
@@ -340,7 +342,7 @@ def beginning(head: Any) -> bytes:
 
 
 def chunk(before: bytes, choice: Any, more: Mapping[str, Any]) -> bytes:
-    """An event with a choice. before: its beginning(). more: what comes after the choice."""
+    """An event with a choice. before: its beginning(). more: fields that follow the choice."""
     after = b"," + encode(more)[1:-1] if more else b""
     return b"%b%b]%b}\n\n" % (before, encode(choice), after)
 

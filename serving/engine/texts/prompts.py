@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 SHORT = 4096
-"""Bytes of a body up to which its prompt is short."""
+"""The prompt of a body up to this many bytes counts as short."""
 
 
 class Prompts:
@@ -32,7 +32,7 @@ class Prompts:
             self._short.renderer = _Renderer(renderer.renderer, self, is_short=True)
 
     def renderer(self, size: int) -> Any:
-        """vLLM's renderer for a body of so many bytes."""
+        """vLLM's renderer for a body. size: the body's bytes."""
         return self._short if size <= SHORT else self._long
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the server's process: a stream's tokens, most of which take no turn of the event loop.
+"""In the server's process: a stream's tokens. Most of them are written without a turn of the event
+loop.
 
 A streamed token takes 0.5 to 0.6 of plain vLLM's CPU time (docs/explanation/benchmarks.md).
 """
@@ -20,13 +21,15 @@ Results = AsyncGenerator[Any, None]
 
 
 class Stream:
-    """vLLM's results of a prompt with one answer. They go to the sink here, where vLLM puts them
-    while the call's task waits for one, as long as the client keeps up. The task gets the others,
-    and always the first one and the last.
+    """vLLM's results of a prompt with one answer.
 
-    sink: of the call (base.Sink). answer: makes what it gets. is_steps: whether it gets steps.
-    prompt: its number. takes: whether the client keeps up. waits: whether the call's task waits for
-    a result, has had one with a token, and will not get one before the next.
+    As long as the client keeps up, vLLM delivers results directly to the sink while the call's task
+    waits. The task gets the others, and always the first one and the last.
+
+    sink: of the call (base.Sink). answer: turns results into events or steps. is_steps: whether the
+    sink gets steps. prompt: the prompt's number. takes: whether the client keeps up. waits: whether
+    the call's task waits for a result after it has had one with a token; vLLM may then write
+    results itself.
     """
 
     def __init__(
@@ -64,20 +67,20 @@ class Stream:
         return result
 
     async def aclose(self) -> None:
-        """Let go of what has hold of it. The engine works on the request no more."""
+        """Break the reference cycle with vLLM's state, and end the engine's work on the request."""
         if self._state:
             self._state.stream = None  # they would keep each other
             self._state = None
         await self._results.aclose()
 
     def write(self, text: str, token_ids: Sequence[int], logprobs: Any) -> None:
-        """Write what has come. logprobs: of these tokens."""
+        """Write new text. logprobs: of these tokens."""
         if part := self._token(text, token_ids, logprobs, self._prompt):
             self._write(part)
 
 
 class Part(msgspec.Struct, gc=False):
-    """What a sequence has got since its last result, as vLLM's outputs have it."""
+    """The tokens of a sequence since its last result, in the form of vLLM's outputs."""
 
     text: str
     token_ids: Sequence[int]

@@ -9,10 +9,12 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "chat_utils": ("vllm.renderers.chat_utils", "vllm.entrypoints.chat_utils"),
     "cli_args": ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args"),
 }
-"""Name → where it is, the newest version first: chat_utils since 0.32, cli_args since 0.33."""
+"""Name → modules that may have it, the newest version first: chat_utils since 0.32, cli_args since
+0.33.
+"""
 
 TEXT_PART_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
-"""The parts of a chat's messages that are text. vLLM says so itself since 0.32."""
+"""The parts of a chat's messages that are text. vLLM has this set since 0.32."""
 
 
 def chat_utils() -> Any:
@@ -26,8 +28,8 @@ def cli_args() -> Any:
 
 
 def reasoning_ended(request: Any, parser: Any, prompt: list[int]) -> bool | None:
-    """Whether the prompt of a chat ends the reasoning; None where the engine is to look. prompt:
-    its tokens. vLLM says so itself since 0.32.
+    """Whether the prompt of a chat ends the reasoning; None if the engine must find out. prompt:
+    its tokens. vLLM has this function since 0.32.
     """
     if hasattr(request, "resolve_reasoning_ended"):
         return request.resolve_reasoning_ended(parser, prompt)  # type: ignore[no-any-return]

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """In LMCache's server: an LRU eviction that knows which conversations go on.
 
-A conversation's chunks are leased until its lifetime ends. Leased chunks are evicted after all
-others, and chunks that nobody waits for any more are evicted first:
+A conversation's chunks are leased until its lifetime ends, and count as if they were used then.
+Chunks are evicted in this order:
 
 1. chunks of ended conversations, of turns that the client has edited or compacted away, and of
    requests that are worth less than others, as long as no other request used them;
-2. all other chunks, the least recently used first, as in LMCache's LRU;
-3. leased chunks, those of the conversation that rested longest first, and its last chunk first.
+2. all other chunks, the least recently used first, as in LMCache's LRU.
 
 A lease is never a promise: it refuses no store, and leases above the budget count as none.
 """
 
-import itertools
+import heapq
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import prometheus_client
@@ -47,14 +46,17 @@ class _Use:
     """The last use of some chunks of a tier.
 
     user: the conversation, or _ANYONE for several users and for requests without a conversation.
-    at, until: when the use was and when its lease ends, by the clock. A lease may end early.
-    chunks: how many of the tier's chunks have it.
+    at, until: when the use was and when its lease ends, by the clock. until is 0 without a lease.
+    keys: the chunks of the request, in order; () without a lease. chunks: how many of the tier's
+    chunks have this use.
     """
 
-    __slots__ = ("at", "chunks", "tenant", "until", "user")
+    __slots__ = ("at", "chunks", "keys", "tenant", "until", "user")
 
-    def __init__(self, user: str, tenant: str, at: float, until: float) -> None:
-        self.user, self.tenant, self.at, self.until = user, tenant, at, until
+    def __init__(
+        self, user: str, tenant: str, at: float, until: float = 0, keys: Sequence[ObjectKey] = ()
+    ) -> None:
+        self.user, self.tenant, self.at, self.until, self.keys = user, tenant, at, until, keys
         self.chunks = 0
 
 
@@ -114,13 +116,13 @@ class Retention:
         if not user and hint.seconds:  # a prompt of its own, with which the next turn begins
             user = f"{hint.tenant}/{keys[-1].chunk_hash.hex()}"
         now = self.clock()
-        until = 0 if hint.final else now + hint.seconds
-        uses = [it.use(keys, _Use(user, hint.tenant, now, until)) for it in self._policies]
+        until = now + hint.seconds if hint.seconds and not hint.final else 0
+        uses = [it.use(keys, _Use(user, hint.tenant, now, until, keys)) for it in self._policies]
         if not user:
             return
         with self._lock:
             before = self._forget(user)
-            if until > now:
+            if until:
                 self._lease(user, _Session(hint.tenant, until, uses, keys))
             self._end_leases(now)
         if hint.final:
@@ -177,13 +179,13 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
     def __init__(self, retention: Retention) -> None:
         super().__init__()
         self._retention = retention
-        self._unwanted = _Use(_ANYONE, "", 0, 0)
+        self._unwanted = _Use(_ANYONE, "", 0)
         self._leases: dict[_Use, None] = {}
         self._of_tenants: Counter[str] = Counter()
 
     def use(self, keys: Iterable[ObjectKey], use: _Use) -> _Use:
         """Take the news that a request has used the chunks, and return its use."""
-        shared = _Use(_ANYONE, use.tenant, use.at, use.until)
+        shared = _Use(_ANYONE, use.tenant, use.at, use.until, use.keys)
         with self._lock:
             for key in keys:
                 if key in self._order:
@@ -231,48 +233,70 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
         with self._lock:
             count = max(int(len(self._order) * min(expected_ratio, 1.0)), 1)
             found: dict[ObjectKey, None] = {}
-            for state, keys in self._groups(found):
-                if len(found) < count:
-                    eligible = filter(key_eligible_filter, keys) if key_eligible_filter else keys
-                    chosen = dict.fromkeys(itertools.islice(eligible, count - len(found)))
-                    self._retention.evicted.labels(state).inc(len(chosen))
-                    found |= chosen
+            states = Counter[str]()
+            for state, key in self._by_worth():
+                if key in found or (key_eligible_filter and not key_eligible_filter(key)):
+                    continue
+                found[key] = None
+                states[state] += 1
+                if len(found) == count:
+                    break
+            for state, times in states.items():
+                self._retention.evicted.labels(state).inc(times)
             destination = (self._destinations or [self._default_destination])[0]
         return [EvictionAction(keys=[*found], destination=destination)] if found else []
 
-    def _groups(self, found: Container[ObjectKey]) -> Iterator[tuple[str, Iterator[ObjectKey]]]:
-        """Yield the groups of chunks in the order of their eviction. found: the chosen chunks."""
-        every, unwanted = self._order.items(), self._unwanted
-        beyond = self._leased()
+    def _by_worth(self) -> Iterator[tuple[str, ObjectKey]]:
+        """Yield the chunks in the order of their eviction, each with the reason to keep it."""
+        if self._unwanted.chunks:
+            for key, use in self._order.items():
+                if use is self._unwanted:
+                    yield "unwanted", key
+        beyond = self._beyond_budget()
+        for _, state, key in heapq.merge(self._plain(beyond), self._leased(beyond), key=_time):
+            yield state, key
 
-        def is_plain(use: _Use | None) -> bool:
-            if use is unwanted:
-                return False
-            if use not in beyond:
-                return True
-            beyond[use] -= 1
-            return beyond[use] >= 0
+    def _plain(self, beyond: dict[_Use, int]) -> Iterator[tuple[float, str, ObjectKey]]:
+        """Yield chunks without a lease and those beyond the budget, with the time of their use."""
+        at = 0.0
+        for key, use in self._order.items():
+            if use is self._unwanted:
+                continue
+            if use:
+                at = use.at
+                if use in beyond:
+                    if not beyond[use]:
+                        continue
+                    beyond[use] -= 1
+            yield at, "plain", key
 
-        if unwanted.chunks:
-            yield "unwanted", (key for key, use in every if use is unwanted)
-        yield "plain", (key for key, use in every if is_plain(use))
-        yield "leased", (key for key in self._order if key not in found)
+    def _leased(self, uses: Iterable[_Use]) -> Iterator[tuple[float, str, ObjectKey]]:
+        """Yield chunks with a lease, and the time of its end; a prompt's last chunks first."""
+        now = self._retention.clock()
+        for use in sorted(uses, key=lambda use: use.until):
+            state = "leased" if use.until > now else "plain"
+            for key in reversed(use.keys):
+                if self._order.get(key) is use:
+                    yield use.until, state, key
 
-    def _leased(self) -> dict[_Use | None, int]:
+    def _beyond_budget(self) -> dict[_Use, int]:
         """Return the uses with a lease, each with the number of its chunks beyond the budget, which
         the uses that rested longest exceed first.
         """
-        now = self._retention.clock()
-        self._leases = {it: None for it in self._leases if it.chunks and it.until > now}
+        self._leases = {it: None for it in self._leases if it.chunks and it.until}
         self._of_tenants = +self._of_tenants
         shares = len(self._of_tenants) > 1
         left = int((SHARE if shares else SHARE_ALONE) * len(self._order))
         most = int(SHARE_OF_A_TENANT * len(self._order)) if shares else left
         of_tenants = defaultdict[str, int](lambda: most)
-        beyond: dict[_Use | None, int] = {}
+        beyond: dict[_Use, int] = {}
         for use in sorted(self._leases, key=lambda use: -use.at):
             kept = min(use.chunks, left, of_tenants[use.tenant])
             left -= kept
             of_tenants[use.tenant] -= kept
             beyond[use] = use.chunks - kept
         return beyond
+
+
+def _time(found: tuple[float, str, ObjectKey]) -> float:
+    return found[0]

@@ -51,7 +51,7 @@ PATCH = Patch(
         Name(f"{_MODULE}:", says=(f"= {_NAME}(",)),
     ),
     does="Skips chunks with any null block if LMCache's server copies KV itself, as on GPUs.",
-    why="LMCache skips only chunks in which all blocks are null. A block is smaller than a chunk "
+    why="LMCache skips a chunk only if all its blocks are null. A block is smaller than a chunk "
     "there, so most chunks at the edge of an attention window are partly null. The connector "
     "stores none of them (real_blocks); this patch covers other clients of the server.",
     without="invalid KV could be stored under a prompt's key",

@@ -34,7 +34,7 @@ class UsageReader:
         self._tail = (self._tail + data)[-TAIL:]
 
     def read(self) -> Usage | None:
-        """What the last `usage` says. None if none can be read."""
+        """The tokens that the last readable `usage` of the answer reports, or None."""
         found = [*_USAGE.finditer(self._tail)]
         if not found:
             return None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of Envoy's external processing protocol, as a request's parts are read from them and as
-answers are made. Of endpoints, those of Gateway API's inference extension, whose endpoint picker
-protocol (v1.0.0) says under which names they go.
+"""Messages of Envoy's external processing protocol: parts of a request are read, answers are built.
+
+Headers that name endpoints follow the endpoint picker protocol (v1.0.0) of Gateway API's inference
+extension.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

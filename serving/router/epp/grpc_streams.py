@@ -91,7 +91,7 @@ class Stream:
             self._wait.reschedule(asyncio.get_running_loop().time())
 
     async def next(self, incoming: AsyncIterator[M], patience: float | None) -> M | None:
-        """The next message; None at the end. patience: seconds to wait for it, None for ever.
+        """The next message; None at the end. patience: seconds to wait for it, None for no limit.
 
         Raises Evicted, TimeoutError.
         """

@@ -75,8 +75,8 @@ class Broadcast:
     ) -> Answer | None:
         """A replica's answer; None if it has stopped serving.
 
-        Such a one does not count: when it starts anew, it has none of the adapters that were
-        registered with it before.
+        A replica that has stopped does not count: when it restarts, it has lost all adapters that
+        were registered with it before.
         """
         try:
             answer = await self._answer(replica, request, client)

@@ -35,8 +35,8 @@ STALLED = 4
 """Number of hanging requests in flight that eject a replica."""
 STALLED_S = 30.0
 SLOWER = 10
-"""For how long none has moved: so many seconds, or so many times the 90th percentile of the
-fleet's times to the first byte, if that is longer.
+"""A request hangs after STALLED_S seconds without progress, or after SLOWER times the 90th
+percentile of the fleet's times to the first byte, if that is longer.
 """
 
 

@@ -12,10 +12,11 @@ SHOWN = 3
 def differences(
     replicas: Sequence[Replica], tenant_header: str, *, divides: bool
 ) -> dict[str, str]:
-    """What differs (`roles`, `models`, `tenants`, `chunks`, `stores`) → how, and what follows.
+    """The differences between replicas: name (`roles`, `models`, `tenants`, `chunks`, `stores`) → a
+    description with the consequence.
 
     tenant_header: the router's header for tenants, or "". divides: whether the router has prompts
-    computed by those that prefill. Missing facts are not a difference.
+    computed by prefill replicas. Missing facts are not a difference.
     """
     found = {}
     prefilling = [it for it in replicas if it.role == "prefill"]

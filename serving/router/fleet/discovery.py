@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 
 
 async def discovered(where: str) -> AsyncGenerator[frozenset[str]]:
-    """The base URLs of the replicas (scheme, host, port; no trailing slash), now and each time they
-    change. Ends only for a list, which never changes.
+    """Yields the base URLs of the replicas (scheme, host, port; no trailing slash), now and after
+    each change. Ends only for a list, which never changes.
 
-    where: what `values.replicas` accepts. It uses Kubernetes' endpoints that are ready or still
-    serve, but none that are terminating. Without `?port=` it is the port named `http`, or else the
-    first; a number is the pods' port, not the Service's. It uses an InferencePool's ready pods, at
-    the pool's ports.
+    where: any value that `values.replicas` accepts. For Kubernetes, endpoints that are ready or
+    still serve count; endpoints that are terminating do not. The port is `?port=`, or else the port
+    named `http`, or else the first; a number is the pods' port, not the Service's. For an
+    InferencePool, its ready pods count, at the pool's ports.
 
-    While a file or Kubernetes cannot be read, the replicas stay as they were; nothing is yielded
-    before it could be read once. Each new reason is logged. Raises ValueError when `where` is none
+    While a file or Kubernetes cannot be read, the replicas stay unchanged. The first URLs come
+    after the first successful read. Each new reason is logged. Raises ValueError if `where` is none
     of these.
     """
     source = replica_source(where)

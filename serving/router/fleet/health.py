@@ -55,8 +55,10 @@ DETAIL = 500
 """Maximum characters kept of a replica's state."""
 
 READINESS = (PING, HEALTH, MODELS)
-"""Paths of which the first that a server has says whether it can serve: Slipway's and SageMaker's,
-that of vLLM's Rust front end and most others, and what every server of OpenAI's API has."""
+"""Paths that report readiness. The router uses the first one that a server has: Slipway's and
+SageMaker's, then the path of vLLM's Rust front end and most others, then a path of every server
+with OpenAI's API.
+"""
 _ABSENT = frozenset((404, 405, 501))
 """Answers of servers that do not have a path."""
 
@@ -409,8 +411,8 @@ class _Ping(msgspec.Struct):
 
 
 def _read_ping(status: int, answer: bytes, path: str = PING) -> tuple[State, str]:
-    """What the answer of a path of READINESS says; other servers than ours say it by the status
-    alone.
+    """A server's state and its detail, by the answer of a path of READINESS. Servers other than
+    Slipway report only a status code.
     """
     try:
         ping = msgspec.json.decode(answer, type=_Ping)

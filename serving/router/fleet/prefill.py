@@ -23,9 +23,11 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Prefilled(NamedTuple):
-    """How a prefill ended: `handed_over`, or what went wrong: `connect`, `lost`, `down`, `refused`,
-    `timeout`. status: of the answer, 0 without one. transfer: the address of the prompt's KV, b""
-    if it is in a store. tokens: of the prompt, as far as the answer says.
+    """How a prefill ended.
+
+    end: `handed_over`, or the failure: `connect`, `lost`, `down`, `refused`, `timeout`. status: the
+    answer's status, 0 without an answer. transfer: the address of the prompt's KV, b"" if it is in
+    a store. tokens: the prompt's tokens, 0 if the answer does not report them.
     """
 
     end: str
@@ -70,8 +72,8 @@ class _Answer:
                 self._body.clear()
 
     def read(self) -> tuple[bytes, int]:
-        """What it says of where the prompt's KV is, b"" where it does not; and the prompt's tokens,
-        0 where it does not say.
+        """The address of the prompt's KV and the number of the prompt's tokens; b"" and 0 if the
+        answer does not report them.
         """
         tokens = 0
         try:

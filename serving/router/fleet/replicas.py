@@ -252,8 +252,8 @@ class ReplicaPool:
 
     @property
     def seconds_per_token(self) -> float:
-        """The time in which the mean replica computes a prompt token. After the last replica has
-        gone, the last mean stays; before any is known, it is assumed.
+        """Mean time, over the replicas, to compute one prompt token, in seconds. After the last
+        replica has left, the last mean stays; before the first is known, a default applies.
         """
         known = [it.seconds_per_token for it in self.replicas if it.seconds_per_token]
         if known:

@@ -3,19 +3,18 @@
 
 A connection is in one of three stages:
 
-            bytes that come   requests that wait           next stage
-OPEN        are parsed        are answered in their turn   REFUSED: what came is no valid request
-                                                           CLOSING: the last answer was given, the
-                                                           client left, or was idle for too long
-REFUSED     are dropped       are answered, the last of    CLOSING: the last answer was given, or
-                              them with the refusal        the client left
-CLOSING     are dropped       are dropped                  -
+- OPEN: bytes are parsed and requests are answered in their order. An invalid request leads to
+  REFUSED. CLOSING follows the last answer, or a client that left or was idle for too long.
+- REFUSED: bytes are dropped. Waiting requests are answered, the last one with the refusal. CLOSING
+  follows the last answer, or a client that left.
+- CLOSING: bytes and waiting requests are dropped.
 
-In OPEN what comes belongs to one of three things:
+In OPEN, incoming bytes belong to one of three parts:
 
-between requests   `_start` collects bytes until a head is whole; only then the parser sees it
-a head             `_headers` is a list: the parser has begun it behind the end of another request
-a body             `_reading` is its request, which may already be the one that is answered
+- between requests: `_start` collects bytes until a head is complete; only then does the parser read
+  it.
+- a head: `_headers` is a list. The parser has begun this head behind the end of another request.
+- a body: `_reading` is the body's request, which may already be in progress.
 """
 
 import asyncio

@@ -71,5 +71,5 @@ class Dispatch(Protocol):
         """The part that answers the request, not started yet; None if the answer is given or in
         flight.
 
-        Raises ServingError where it is refused.
+        Raises ServingError if the request is refused.
         """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connection to a replica: requests go out, and answers come back as the bytes they are.
 
-httptools follows an answer only to find where it ends, and reads its head's fields. Where the head
-ends in the bytes that are passed on httptools does not say, so they are searched for it once.
+httptools parses the head's fields of an answer and finds the end of the answer. It does not report
+the offset of the head's end, so the bytes are searched for it once.
 """
 
 import time
@@ -94,8 +94,9 @@ class Upstream(FlowControl):
     """A connection to a replica, which carries one request and its answer at a time."""
 
     def __init__(self, idle: IdleConnections | None, *, decoding: bool = False) -> None:
-        """idle: where it waits for another request; None where it carries one alone. decoding: pass
-        on bodies without their framing, to clients that do not know it; it carries one alone, too.
+        """idle: the pool that takes the connection after an answer; None if it carries only one
+        request. decoding: remove the transfer framing from bodies, for clients that do not know it;
+        such a connection also carries only one request.
         """
         super().__init__()
         self._idle = None if decoding else idle

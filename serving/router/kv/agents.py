@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What agents send, OpenAI's Responses and Anthropic's Messages → the chats that vLLM (0.32) makes
-of them, as far as a chat template sees them.
+"""Bodies of agents' APIs (OpenAI's Responses, Anthropic's Messages) → the chats that vLLM (0.32)
+builds from them, as far as a chat template sees them.
 
 A body that is invalid, or has more than texts and function calls, raises some exception.
 """
@@ -92,10 +92,10 @@ def _functions(tools: Iterable[Mapping[str, Any]]) -> Iterator[Chat]:
 
 
 def of_messages(asked: Mapping[str, Any], merges: bool, least_effort: str) -> Chat:
-    """The chat that a body of Messages is.
+    """The chat for a body of Messages.
 
-    merges: whether the template takes a system prompt at the beginning only, which then has those
-    of later messages, too. least_effort: what stands for no thinking.
+    merges: whether the template takes a system prompt only at the beginning; the system prompts of
+    later messages are then merged into it. least_effort: the effort that means no thinking.
     """
     system = asked.get("system") or []
     prompts = [system] if isinstance(system, str) else [*_prompts(system)]

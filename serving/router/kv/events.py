@@ -2,10 +2,10 @@
 """A replica's KV events over ZeroMQ → the index.
 
 vLLM numbers its batches of events from 0, publishes them, and keeps a log of the latest 10,000. A
-follower reads the log from the last batch it has, then listens. Whenever a batch is missing, or
-nothing comes for a while, it reads the log again from there: when the log does not have that very
-batch any more, the engine has started anew or the log was cut, and the rank is learned again from
-what the log has.
+follower reads the log from the last batch it has, then listens. It reads the log again from there
+whenever a batch is missing, or none comes for a while. If the log no longer has exactly that batch,
+the engine has restarted or the log was cut. The follower then learns the rank again from the
+batches in the log.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests → the tokens that the engine makes of them.
 
-Where they are uncertain there are none: the engine reads requests its own way, and a wrong answer
-costs no more than a worse choice of replica. Templates run here, so this belongs into the processes
-of tokenizer_workers.py.
+No tokens are returned if they are uncertain: the engine may read the request differently. A wrong
+answer only leads to a worse choice of replica. Templates run here, so this module belongs into the
+processes of tokenizer_workers.py.
 """
 
 import functools
@@ -66,8 +66,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool) -> "Tokenizer":
-        """The tokenizer that fetch() has put there. Takes seconds. Raises what transformers raises
-        where there is none.
+        """The tokenizer that fetch() has saved in the folder. Takes seconds. Raises the exceptions
+        of transformers if the folder has none.
         """
         from transformers import AutoTokenizer
 
@@ -80,8 +80,8 @@ class Tokenizer:
     def tokens(
         self, path: str, body: bytes, content_type: str = "application/json"
     ) -> list[int] | None:
-        """The tokens of a request's prompt, or None where they are uncertain. Raises whatever
-        comes of requests that are not valid, and of templates.
+        """The tokens of a request's prompt, or None if they are uncertain. Raises any exception for
+        invalid requests and from templates.
         """
         request = self._request(path, body, content_type)
         if not request or any(request.get(key) is not None for key in _CHANGING):
@@ -95,10 +95,9 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _request(self, path: str, body: bytes, content_type: str) -> dict[str, Any] | None:
-        """The body as the engine gets it, with one `prompt` or `messages`; None where there are
-        more.
+        """The body as the engine gets it, with one `prompt` or `messages`; None if it has several.
 
-        Raises FormatError, or whatever comes of wrong types.
+        Raises FormatError, or any exception for wrong types.
         """
         key = _BY_PATH.get(path)
         if key is None:
@@ -271,7 +270,9 @@ def _knows_developers(template: str) -> bool:
 
 
 def _without_developers(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What developers say is the system's. Of several prompts of the system's one is made then."""
+    """Turn developers' messages into system messages. Several system prompts are then merged into
+    one.
+    """
     prompts = [it["content"] for it in conversation if it["role"] in ("system", "developer")]
     others = [it for it in conversation if it["role"] not in ("system", "developer")]
     if all(it["role"] != "developer" for it in conversation):

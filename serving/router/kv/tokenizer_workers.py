@@ -41,12 +41,12 @@ LARGEST = 1024**2
 LONGEST = 32
 """Requests that wait for a worker."""
 WAIT_S = 0.1
-"""A request waits so long for its tokens, and longer by its size ..."""
+"""Seconds that a request waits for its tokens, plus its size divided by BYTES_PER_S."""
 BYTES_PER_S = 1_000_000
-"""... at this rate, which slow cores do while they have other work too; idle ones do five times."""
+"""A rate that slow cores reach under other load; idle cores are five times as fast."""
 RUNAWAY_S, RUNAWAY_WALL_S = 3, 30
-"""A worker that is busy with one request for so long is ended: seconds of CPU time, which do not
-depend on what else the machine does, and for one that waits for something seconds on the wall.
+"""Limits for one request, after which its worker is ended: seconds of CPU time, which do not depend
+on the machine's load, and seconds of wall time, for a worker that waits.
 """
 MEMORY = 512 * 1024**2
 """Bytes that a worker may take beyond what the tokenizer has; 1 MiB of text takes half of it."""
@@ -102,7 +102,7 @@ class TokenWorkers:
             wait = min(wait * 2, LONGEST_S)
 
     async def tokens(self, path: str, body: bytes, content_type: str) -> Sequence[int] | None:
-        """The tokens of a request's prompt, or None where they are uncertain.
+        """The tokens of a request's prompt, or None if they are uncertain.
 
         Raises TimeoutError if it would take too long.
         """

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which replica has which blocks in its engine's prefix cache and in memory, by its KV events.
 
-The engine's own hashes are not computed here: they depend on its version and options. Events bring
-the tokens, so blocks get keys of our own, which are chained as the engine's are: each is a hash of
-the one before it and the block's tokens, and the first of what else keeps caches apart. The
-engine's hash is only kept to know the block again when it is evicted.
+The engine's own hashes are not computed here: they depend on its version and options. Events
+contain the tokens, so each block gets a key that is computed here. Keys are chained, as the
+engine's hashes are: each is a hash of the preceding key and the block's tokens. The first key also
+covers the salt, the adapter and the media. The engine's hash only identifies the block when it is
+evicted.
 
 LMCache reports changes of its memory (L1) in the same stream, with its chunks as blocks. Its events
-(0.5.6) have neither a salt nor an adapter, so they count for requests without either. Nothing
-reports the contents of disks and shared stores.
+(0.5.6) have neither a salt nor an adapter, so they count for requests without either. The contents
+of disks and shared stores are not reported.
 """
 
 import math
@@ -77,7 +78,7 @@ class Position(NamedTuple):
 
     number: int
     content: int
-    """A hash of what is in it."""
+    """A hash of the batch's contents."""
 
 
 def seed(*extra_keys: str) -> int:

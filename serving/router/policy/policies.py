@@ -21,9 +21,9 @@ from serving.router.policy.tiers import NOTHING, NOWHERE, Held, Reach
 # What waiting costs, in prompt tokens that could be computed in the time. The figures are those
 # that did best in scripts/dev simulate; where others do as well, it says so.
 UNCACHED = 2
-"""For each prompt token to compute, and its price for each token to load: once for the waiting
-time, and once for the evicted tokens. With 1, documents are computed on every replica in turn (2 to
-8: alike).
+"""Cost of each prompt token to compute, relative to a token to load. A computed token counts once
+for the waiting time and once for the tokens that it evicts. With 1, documents are computed on every
+replica in turn; 2 to 8 give equal results.
 """
 NEAR = 300
 """Costs that differ by less are taken for equal: the replica that was chosen longest ago gets the
@@ -70,7 +70,7 @@ class Policy(Protocol):
         """The request goes to the replica, whoever has chosen it."""
 
     def forget(self, replica: str) -> None:
-        """The replica has started anew, or is gone."""
+        """Forget a replica that has restarted or left."""
 
 
 class RoundRobin:
@@ -234,7 +234,9 @@ class Blocks(Protocol):
         """How many of the prompt's first tokens its engine has, or will have in a moment."""
 
     def in_memory(self, replica: str, blocks: Mapping[int, Sequence[int]]) -> int | None:
-        """How many of them its memory tier has. None where it does not say."""
+        """Number of these tokens in the replica's memory tier, or None if it does not report
+        them.
+        """
 
     def holders(self, blocks: Mapping[int, Sequence[int]]) -> Iterator[Collection[str]]:
         """The replicas whose engines have something of the prompt: first those that have most."""
@@ -243,7 +245,7 @@ class Blocks(Protocol):
         """The replica is about to compute these blocks."""
 
     def forget(self, replica: str) -> None:
-        """The replica has started anew, or is gone."""
+        """Forget a replica that has restarted or left."""
 
 
 class KvAware(PrefixAware):

@@ -14,8 +14,9 @@ BYTES_PER_TOKEN = 4
 CHUNK = 512
 """Bytes of a prompt in each of the first links of its chain, some 128 tokens."""
 TTL_S = 1800.0
-"""A prompt that was not sent for so long is taken for evicted from an engine, and from a shared
-store: others use them too, unseen. Memory and disk are a replica's own, and larger.
+"""Seconds without a request after which a prompt counts as evicted from an engine and from a shared
+store. Other clients of the store evict, too, unseen by this router. A replica's memory and disk
+tiers are its own, and larger.
 """
 DEFAULT_TOKENS = 500_000
 """Assumed capacity of an engine's KV cache without a report."""
@@ -320,7 +321,7 @@ class PrefixIndex:
             self._resize(pool, (0, *_tier_sizes(capacity, 0)))
 
     def forget(self, replica: str) -> None:
-        """The replica has started anew, or is gone. Its shared caches outlive it, while another
+        """Forget a replica that has restarted or left. Its shared caches remain while another
         replica has them.
         """
         self._capacity.pop(replica, None)

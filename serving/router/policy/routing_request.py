@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts that strategies know of a request, and their extraction from its headers and body.
 
-Of a JSON body only the keys that matter are looked at, and prompts stay the bytes that they are,
-where they are; forms and files go on unread. Replicas validate bodies; a body that cannot be read
-here is still forwarded.
+Only the relevant keys of a JSON body are read, and prompts are neither decoded nor copied. Forms
+and files are forwarded unread. Replicas validate bodies; a body that cannot be read here is still
+forwarded.
 """
 
 import re
@@ -95,7 +95,7 @@ class _Keys(HintKeys):
 
 
 class _Message(msgspec.Struct):
-    """One of `messages`, as far as it may have media."""
+    """A message of `messages`, as far as it may have media."""
 
     content: msgspec.Raw = _NONE
 
@@ -113,10 +113,10 @@ class RequestReader:
         adapters: Collection[str],
         models: Collection[str] | None = (),
     ) -> None:
-        """session_key: the header or key of a JSON body that names a session, besides SageMaker's
-        header; None takes what is customary. adapters: names that are adapters' where a body has
-        them as its `model`; models: those of models that not all replicas serve; None for all
-        names. Both may change.
+        """session_key: the header, or key of a JSON body, that names a session, besides SageMaker's
+        header; None for the customary ones. adapters: names of adapters that a body may have as its
+        `model`. models: names of models that only some replicas serve; None for all names. Both may
+        change.
         """
         keys: tuple[str, ...] = ()
         if session_key:

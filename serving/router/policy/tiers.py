@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cached part of a prompt in each of a replica's KV caches, and the cost per token.
 
-The unit of cost is the time in which the replica computes one prompt token.
+The unit of cost is the time that the replica takes to compute one prompt token.
 """
 
 import dataclasses

@@ -2,12 +2,13 @@
 """A stream that outlives its replica: the recorded state, and the request for the rest from another
 replica.
 
-Only answers that another replica generates again are continued: greedy ones, or seeded, of one
-choice, without tools and log probabilities. Of a greedy one the next replica computes the prompt
-and the tokens so far, as a completion of token ids (vLLM's `return_token_ids` says them), and
-generates only the rest. Where that could become another text (stop strings, penalties, grammars,
-seeds, reasoning and formatters depend on how the answer began, images on more than tokens) it
-generates the whole answer, of which the client gets what it does not have.
+An answer is continued only if another replica generates the same one: it is greedy or seeded, has
+one choice, and has neither tools nor log probabilities. For a greedy answer, the next replica
+computes the prompt and the tokens so far, as a completion of token ids (from vLLM's
+`return_token_ids`), and generates only the rest. This could change the text in some cases: stop
+strings, penalties, grammars, seeds, reasoning and formatters depend on the answer's beginning, and
+images on more than tokens. In these cases the next replica generates the whole answer, and the
+client gets the part that it does not have.
 """
 
 from array import array

@@ -487,8 +487,8 @@ class ProxiedRequest:
             self.placement.waits_since = self._progress_at
 
     def replica_down(self) -> None:
-        """Its replica is down. What that has not begun to answer goes to another, and so does the
-        rest of a stream that has stopped.
+        """The replica of this request is down. Another replica gets the request if its answer has
+        not begun, or if its stream has stopped.
         """
         if self._prefilling:  # which learns of it by itself
             return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's parsers a model's files speak for.
+"""The parsers of vLLM that a model's files indicate.
 
-The shapes are those of published models: their model_type, what their chat templates contain, and
-their special tokens. Which parser is right is what vllm-project/recipes (Apache-2.0) or vLLM's
-documentation says of them.
+The shapes are those of published models: their model_type, the contents of their chat templates,
+and their special tokens. The right parser is the one that vllm-project/recipes (Apache-2.0) or
+vLLM's documentation recommends for them.
 """
 
 import json
@@ -141,7 +141,7 @@ def test_a_template_in_place_of_the_models_own():
     ["[", "[" * 100_000, "[]", '{"chat_template": 7, "added_tokens_decoder": [7]}', "\xff"],
 )
 def test_files_that_are_no_such_thing_say_nothing(content):
-    """vLLM complains of them itself, where it wants them."""
+    """vLLM itself reports them if it needs them."""
     files = Files(
         {
             "tokenizer_config.json": content,

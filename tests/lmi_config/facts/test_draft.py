@@ -13,7 +13,7 @@ from tests.lmi_config.examples import GGUF
 
 
 class Memory:
-    """A checkpoint that is nowhere: a configuration, and tensors or other weights."""
+    """A checkpoint that exists only in memory: a configuration, and tensors or other weights."""
 
     def __init__(self, config, shapes=None, where="org/draft", other="pytorch_model.bin"):
         self.where = where
@@ -185,7 +185,7 @@ def test_the_kind_is_in_the_drafts_own_files(config, shapes, method, tokens, par
         ("yuhuili/EAGLE-LLaMA3-Instruct-8B", None, "eagle"),
         ("org/EAGLE3-model", None, "eagle3"),
         ("org/regal", None, "draft_model"),
-        # What is in its tensors says more than its name.
+        # Its tensors say more than its name.
         ("org/EAGLE-model", FULL, "draft_model"),
     ],
 )
@@ -286,7 +286,7 @@ NARROW_TENSORS = {
             EAGLE3_TENSORS | {"fc.weight": [64, 128]},
             {},
         ),
-        # One id twice is as good as once where the draft takes that many.
+        # A repeated id counts as one, if the draft takes that many.
         (
             EAGLE3 | {IDS: [1, 2, 2], "num_aux_hidden_states": 2},
             EAGLE3_TENSORS | {"fc.weight": [64, 128]},
@@ -543,7 +543,7 @@ def test_what_cannot_work_is_told_with_the_fix(config, shapes, of, expected):
     [("eagle", EAGLE), ("eagle3", EAGLE), ("medusa", EAGLE), ("eagle", EAGLE3), ("eagle3", EAGLE3)],
 )
 def test_a_draft_is_checked_as_the_operator_calls_it(method, config):
-    """Whatever its files call it, also where their format tells no shapes."""
+    """Independent of the name in its files, and even if their format shows no shapes."""
     draft = look(Memory(config | {"hidden_size": 32}))
     called = asked(draft, method)
     assert called.method == method
@@ -619,7 +619,7 @@ def test_how_many_tokens_can_be_guessed(config, tokens, expected):
         (MEDUSA, "/models/DFlash", ["dflash"]),
         (LLAMA, "/models/beagles", []),
         (LLAMA, "s3://eagle-nest/small", []),  # it gets another path
-        (EAGLE, "/models/eagle3/draft", []),  # a method that vLLM does not guess over
+        (EAGLE, "/models/eagle3/draft", []),  # a method that vLLM does not replace by a guess
     ],
 )
 def test_a_path_that_misleads_vllm_is_told(config, where, told):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs as a stand-in for NVIDIA's driver describes them, and what `plan` and `serve` make of it."""
+"""GPUs as a stand-in for NVIDIA's driver describes them, and the results of `plan` and `serve`."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cuda_build(tmp_path_factory):
-    """A folder before the others, by which the vLLM that is installed is built for CUDA."""
+    """A folder at the front of the path. It makes the installed vLLM a CUDA build."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "vllm-0.32.0.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n"

@@ -25,5 +25,5 @@ COMPAT = Path(__file__).parents[2] / "compat"
     ],
 )
 def test_whose_the_service_is(name, entry_point, service):
-    """As tests/serving/server/test_own_engine.py has it of a server that has started."""
+    """tests/serving/server/test_own_engine.py checks the same for a server that has started."""
     assert look(COMPAT / name, entry_point) is service

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of current models, by what vLLM keeps for them, and what a plan makes of it.
+"""The layers of current models: what vLLM keeps for them, and the plan for them.
 
-models.json has a configuration in each row, its source, and what vLLM's own class makes of it
-(tests/serving/engine/test_kv_groups_of_models.py runs vLLM to check that). Configurations are cut
-to 12 layers or so, with the pattern of the layers kept.
+Each row of models.json has a configuration, its source, and the layers that vLLM's own class builds
+from it (tests/serving/engine/test_kv_groups_of_models.py runs vLLM to check that). Configurations
+are cut to about 12 layers, and keep the pattern of the layers.
 """
 
 import json
@@ -68,7 +68,7 @@ def test_layers_are_those_of_vllm(row):
 @pytest.mark.parametrize("gpus", [0, 1])
 @pytest.mark.parametrize("row", BUILT, ids=[row["model"] for row in BUILT])
 def test_tiers_are_planned_where_vllms_groups_allow_them(row, gpus):
-    """One group of pages for every token; without a GPU with layers that are all alike."""
+    """One group of pages for every token; without a GPU, all layers must also be of one kind."""
     found = planned(row["config"], gpus)
     whole = found.options.get(HYBRID, False)
     vllms = row["vllm"]["whole" if whole or found.verdict.whole else "as it is"]
@@ -81,7 +81,7 @@ def test_tiers_are_planned_where_vllms_groups_allow_them(row, gpus):
     right = bool(keeps_all) and len(vllms["groups"]) == 1 and (gpus > 0 or vllms["groups"] == [1])
     if found.verdict.kind == "windows_only":
         longest = min(look(row["config"]).max_length, LONGEST)
-        # The connector leaves out what has left the window, if anything ever does.
+        # The connector leaves out KV that has left the window, if anything ever does.
         right = not gpus or longest <= max(found.model.kept.windows)
     if found.model.kept.latent and not gpus:
         right = False  # vLLM does not look at KV that is there already
@@ -90,7 +90,7 @@ def test_tiers_are_planned_where_vllms_groups_allow_them(row, gpus):
 
 @pytest.mark.parametrize("row", BUILT, ids=[row["model"] for row in BUILT])
 def test_layers_are_the_same_where_only_the_family_tells_them(row):
-    """Models are published without layer_types where their class in transformers fills them in."""
+    """Models are published without layer_types if their class in transformers fills them in."""
     config = {name: value for name, value in row["config"].items() if name != "layer_types"}
     if row["model"] in ("granitemoehybrid", "laguna", "lfm2"):
         return  # no rule: each model has its own list

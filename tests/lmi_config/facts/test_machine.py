@@ -60,7 +60,7 @@ GROUPS = "proc/self/cgroup"
             },
             5 * GIB,
         ),
-        # ... and where the container does not see the cgroup that has it.
+        # ... and a container that does not see the limit's cgroup.
         (
             {
                 GROUPS: "5:memory:/not/mounted\n",
@@ -106,7 +106,7 @@ def test_memory_is_the_containers(tmp_path, files, memory):
             },
             0,
         ),
-        (  # others are in the cgroup above us, too
+        (  # the cgroup above us also has others
             {
                 GROUPS: "0::/a/b\n",
                 f"{V2}/a/b/memory.max": f"{2 * GIB}\n",
@@ -184,7 +184,7 @@ def test_a_file_system_in_memory_is_known_by_its_mount(tmp_path):
 
 
 def test_o_direct_is_tried():
-    # What refuses it differs from kernel to kernel; where it can be opened, it is found to work.
+    # Kernels refuse it at different steps; if it can be opened, it works.
     refuses = look({}, "/proc").disk
     assert not refuses.direct
 

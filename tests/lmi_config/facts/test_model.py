@@ -100,7 +100,7 @@ GEMMA3_27B = {
     },
     "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
 }
-GEMMA3_4B = GEMMA3_27B | {  # as published: what is not in it is in the class of transformers
+GEMMA3_4B = GEMMA3_27B | {  # as published: the class of transformers has the missing values
     "text_config": {
         "model_type": "gemma3_text",
         "hidden_size": 2560,
@@ -180,7 +180,7 @@ QWEN_WINDOW = QWEN3_8B | {
 
 
 class Memory:
-    """A checkpoint that is nowhere."""
+    """A checkpoint that exists only in memory."""
 
     where = "org/model"
 
@@ -203,7 +203,7 @@ def encoded(value) -> bytes:
 
 
 def safetensors(tensors, metadata=None) -> bytes:
-    """A file of zeros. tensors: name → dtype, shape; two bytes each number."""
+    """A file of zeros. tensors: name → dtype, shape; each number takes two bytes."""
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -294,7 +294,7 @@ def test_bytes_of_a_token(config, size):
         HYBRID | {"num_hidden_layers": [1, 2]},
         HYBRID | {"is_encoder_decoder": True},
         HYBRID | {"block_configs": [{"attention": {"no_op": True}}]},
-        DEEPSEEK_V3 | {"model_type": "minicpm3"},  # vLLM runs it without latent attention
+        DEEPSEEK_V3 | {"model_type": "minicpm3"},  # vLLM computes it without latent attention
         DEEPSEEK_V3 | {"qk_rope_head_dim": None},
     ],
 )
@@ -314,7 +314,7 @@ def test_kv_is_unknown_where_the_config_does_not_tell(config):
         (GEMMA3_4B, KvShape(heads=4, full=5 * 2048, windowed=29 * 2048, window=1024)),
         (QWEN_WINDOW, KvShape(heads=8, full=28 * 2048, windowed=8 * 2048, window=4096)),
         (QWEN3_8B | {"sliding_window": 4096}, KvShape(heads=8, full=36 * 2048)),
-        # A rule that is not read: the whole sequence is the most that could be kept.
+        # The plan cannot read this rule, and assumes the maximum, the whole sequence.
         (MISTRAL_V01 | {"sliding_window_pattern": "LLLG"}, KvShape(heads=8, full=65536)),
         (HYBRID | {"attention_chunk_size": 8192}, KvShape(heads=8, full=65536)),
         (
@@ -377,12 +377,12 @@ LENGTH = {"max_position_embeddings": 4096}
         (LENGTH | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, 4096),
         (LENGTH | {"rope_scaling": {"type": "linear", "factor": None}}, 4096),
         (LENGTH | {"rope_scaling": {"type": "linear", "factor": 1e300}}, 4096),
-        # max_position_embeddings is what scaling made of it.
+        # max_position_embeddings is the length after scaling.
         (LENGTH | {"rope_scaling": LLAMA3}, 4096),
         (DEEPSEEK_V3, 163840),
         (GPT_OSS_20B, 131072),
         (GEMMA3_4B, 131072),
-        # What vLLM takes unless told otherwise: Phi-3's quality is best below it.
+        # vLLM's default: Phi-3's quality is best below it.
         (
             {
                 "max_position_embeddings": 131072,
@@ -466,7 +466,7 @@ def index(*files):
         ({"model.safetensors": SMALL, "pytorch_model.bin": b"12345"}, [SMALL]),
         ({"pytorch_model.bin": b"12345", "training_args.bin": b"1", "a.pt": b"1"}, [b"12345"]),
         ({"medusa_lm_head.pt": b"123", "optimizer.pt": b"1"}, [b"123"]),
-        # What the index does not name is not loaded.
+        # Files that the index does not name are not loaded.
         ({"a.safetensors": SMALL, "b.safetensors": LARGE, INDEX: index("a.safetensors")}, [SMALL]),
         # An index of files that were not fetched, beside others that were.
         ({"pytorch_model.bin": b"12345", INDEX: index("a.safetensors")}, [b"12345"]),
@@ -630,11 +630,11 @@ HOSTILE = ["[],", '"a":{},', '"a":[],', "{", "[", '"', "\\", " ", "1,", '"a":"a"
 @pytest.mark.parametrize("begin", ["", '{"a":', '{"a":[', '{"a":{"shape":[', '{"__metadata__":{'])
 @pytest.mark.parametrize("unit", HOSTILE)
 def test_no_header_takes_much(unit, begin, end):
-    """4 MB; lists within lists as Python's objects would take 90 MB."""
+    """4 MB; as Python's objects, lists within lists would take 90 MB."""
     content = framed(f"{begin}{unit * (4_000_000 // len(unit))}{end}".encode())
     tracemalloc.start()
     begun = time.process_time()
-    with contextlib.suppress(ModelError):  # blanks are as good as none
+    with contextlib.suppress(ModelError):  # blanks count as an empty value
         look(model({}, weights=False, **{"model.safetensors": content}))
     took, (_, peak) = time.process_time() - begun, tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Option files that come with a model from elsewhere: `plan` answers in a sentence, and soon."""
+"""Option files of an untrusted model: `plan` soon refuses them with one sentence."""
 
 import itertools
 import subprocess

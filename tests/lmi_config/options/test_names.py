@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names as others write them: what would serve something else than asked is refused, and what only
-does nothing is noted.
+"""Options under the names of other servers: a name that would change the answers is refused, and a
+name without effect is noted.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def test_a_mistyped_prefix_stops_the_start(name, meant):
          "whole number, at least 1; it is ignored"),
     ],
 )  # fmt: skip
-def test_what_only_does_nothing_is_noted(environ, note):
+def test_options_without_effect_are_noted(environ, note):
     (found,) = read(environ).notes
     assert note in found
 
@@ -121,7 +121,7 @@ def test_after_a_wrong_limit_of_sagemakers_the_next_counts():
         *("SERVICE_PORT", "CACHE_POLICY", "LLM_SEED", "SERVICE_NAME", "OPTIONAL_SEED"),
     ],
 )
-def test_what_is_others_or_is_read_is_not_noted(name):
+def test_foreign_and_used_variables_are_not_noted(name):
     assert read({name: "12345678"}).notes == ()
     assert read({"OPTIONS_PORT": "tcp://10.0.0.1:80"}).notes == ()
 
@@ -151,8 +151,9 @@ DOCUMENTED = (
     *("option.env", "option.log_request_metric", "option.max_output_size", "option.mpi_mode"),
     *("application", "option.mapLocation", "option.extraFiles"),
 )
-"""Of serving.properties, by DJL Serving's and LMI's documentation (configurations_model.md; the
-properties that LMI's secure mode allows in untrusted channels)."""
+"""Names in serving.properties, from DJL Serving's and LMI's documentation (configurations_model.md;
+the properties that LMI's secure mode allows in untrusted channels).
+"""
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -177,7 +178,9 @@ def test_the_deployments_own_model_by_its_path(name, tmp_path):
 
 
 def test_every_option_of_vllm_is_served_refused_or_without_effect():
-    """Of those of its HTTP server, what is passed on is read by the parts of it that run here."""
+    """Options of vLLM's HTTP server that are passed on are read by the parts of it that run
+    here.
+    """
     from vllm.entrypoints.launchers import cli_args
 
     removed = {it.removeprefix("OPTION_").lower() for it in (*REMOVED, *UNUSED)}
@@ -199,7 +202,7 @@ USED = (
     "pooling/factories.py",
     "speech_to_text/factories.py",
 )
-"""What serving/engine/vllm.py uses of vLLM's HTTP server."""
+"""The files of vLLM's HTTP server that serving/engine/vllm.py uses."""
 USED_BY_FUNCTIONS = {
     "cohere_format": "resolve_default_chat_template_kwargs",
     "log_config_file": "configure_logging_from_args",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contradictions between the command line, the environment and files: the documentation's table."""
+"""Contradictions between command line, environment and files: the documentation's table."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ PLACES = re.findall(
     (ROOT / "docs/start/configure.md").read_text().partition("| place |")[2].partition("\n\n")[0],
     re.MULTILINE,
 )[1:]
-"""Of the table in the documentation, in its order."""
+"""The first column of the documentation's table, in its order."""
 GIVERS: dict[str, dict[str, str]] = {
     "the command line": {"port": "--port", "model_id": "--model", "tensor": "-tp"},
     "`SAGEMAKER_*`": {"port": "SAGEMAKER_BIND_TO_PORT"},
@@ -34,7 +34,7 @@ GIVERS: dict[str, dict[str, str]] = {
     },
     "other names": {"tensor": "TENSOR_PARALLEL_DEGREE"},
 }
-"""Each place of the table: what is given there, and by which name."""
+"""Each place of the table: the options that the test sets there, and their names in that place."""
 
 
 PAIRS = [
@@ -45,7 +45,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("first", "second", "option"), PAIRS)
-def test_of_two_places_the_first_of_the_table_counts(tmp_path, first, second, option):
+def test_the_first_of_two_places_in_the_table_counts(tmp_path, first, second, option):
     environ = {"SERVING_MODEL_STORE": str(tmp_path)}
     words: list[str] = []
     (tmp_path / "config.json").touch()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as secret by its name, and what of a text by its shape."""
+"""Values that are secret by their names, and parts of a text that are secret by their shapes."""
 
 import random
 import time
@@ -36,7 +36,7 @@ def test_a_name_that_only_looks_like_one(name):
     assert not secret(name)
 
 
-def test_of_the_options_only_those_are_secret_that_say_so():
+def test_only_options_that_say_so_are_secret():
     own = {name for name, option in OPTIONS.items() if option.secret}
     vllms = {name for name in vllm_options() if secret(f"OPTION_{name.upper()}")}
     keys = {

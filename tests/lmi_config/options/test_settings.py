@@ -531,7 +531,7 @@ def test_any_environment_gives_settings_or_the_one_error(environ):
 
 
 def test_none_of_the_toolkits_variables_is_passed_over_in_silence():
-    """Those of AWS's samples for HyperPod and SageMaker: used, or noted."""
+    """The variables of AWS's samples for HyperPod and SageMaker: each is used or noted."""
     noted = {
         "DJL_OFFLINE": "true",
         "MODEL_CACHE_ROOT": "/opt/ml/model",

@@ -13,7 +13,7 @@ from tests.lmi_config.plan.test_plan import planned
 
 
 def gpus(count, at=(), **more):
-    """GPUs that can be told apart. at: each one's NUMA node."""
+    """GPUs with distinct ids. at: the NUMA node of each."""
     found = tuple(
         dataclasses.replace(H100, uuid=f"GPU-{it}", node=at[it] if at else None)
         for it in range(count)
@@ -30,7 +30,7 @@ def slices(count):
 
 
 def masks(found):
-    """What each copy's engine is shown."""
+    """The devices that each copy's engine sees."""
     return [copy.environment["CUDA_VISIBLE_DEVICES"].replace("GPU-", "") for copy in found.copies]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the KV cache tiers: what fits, what is left out, what contradicts itself."""
+"""Sizes of the KV cache tiers: which fit, which are left out, and which contradict each other."""
 
 import contextlib
 import dataclasses
@@ -33,8 +33,8 @@ def disk(free, total=None, **more):
 
 
 # The reference's own examples, in GiB: memory or disk, model, tensor parallel degree. It keeps
-# max(2 * model, 20 %) free, of all memory and all the disk, and divides the rest by the ranks:
-# 2 x 40, 4 x 25, 2 x 200 and 4 x 175. We count what is needed, in one pool for all ranks.
+# max(2 * model, 20 %) free, of all memory and all the disk, and divides the rest by the ranks: 2 x
+# 40, 4 x 25, 2 x 200 and 4 x 175. We count the needed memory, in one pool for all ranks.
 @pytest.mark.parametrize(
     ("memory", "weights", "ranks", "l1"), [(100, 10, 2, 76.25), (200, 50, 4, 114.75)]
 )
@@ -197,7 +197,7 @@ def test_without_memory_for_kv_caches_the_disk_alone_keeps_them():
     found = planned({**AUTO, "OPTION_KV_L1_SIZE": "0"})
     assert found.tiers.disk
     assert found.tiers.skip_l1
-    assert found.tiers.l1 < 2 * GIB  # what is on its way
+    assert found.tiers.l1 < 2 * GIB  # memory in transit
     assert "--l2-store-policy=slipway_skip_l1" in found.cache_server
     found = planned({**AUTO, "OPTION_KV_L1_SIZE": "0", "OPTION_KV_DISK_SIZE": "0"})
     assert found.tiers.reason == (
@@ -470,7 +470,9 @@ def test_our_own_option_comes_before_the_operators_variable():
 
 
 def test_expert_parallelism_is_no_hindrance():
-    """The reference refuses it, as it would change the number of pools; here there is one."""
+    """The reference refuses it, because it would change the number of pools; here there is one
+    pool.
+    """
     assert planned({**AUTO, "OPTION_ENABLE_EXPERT_PARALLEL": "true"}).tiers.l1 > 0
 
 

@@ -287,7 +287,7 @@ def test_a_percent_encoded_password_reaches_the_server_and_nobody_else(scheme, p
     assert "hush" not in told(url)
 
 
-# The files of the reference's tests: name, text, translation without what is ignored.
+# The files of the reference's tests: name, text, translation without the ignored options.
 DISK = Disk(path="/tmp/lmcache", gib=5.0, odirect=True)
 PLAIN = Translation(
     chunk_size=256,
@@ -394,7 +394,7 @@ def test_the_references_files_translate(text, expected):
     assert dataclasses.replace(found, ignored=()) == expected
 
 
-def test_what_asks_for_nothing_is_told_with_its_reason():
+def test_options_without_effect_are_noted_with_the_reason():
     config = yaml.safe_load(REFERENCE[5][1]) | {
         "enable_lazy_memory_allocator": True,
         "pre_caching_hash_algorithm": "builtin",
@@ -684,7 +684,7 @@ print("answer", json.dumps(answer, default=str))
 
 
 def test_lmcache_accepts_it(tmp_path):
-    """In a process of its own, because importing LMCache warns, and takes torch along."""
+    """In a separate process, because the import of LMCache warns and imports torch."""
     translation = translate(yaml.safe_load(REFERENCE[5][1]), {})
     assert translation.remote
     urls = [row[0] for row in STORES] + [row[0] for row in DAEMONS]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configurations in LMCache's documentation: each is translated, or refused by name.
 
-Their shapes, from docs/source/ of LMCache/LMCache (Apache-2.0), and of LMI's guide
+Their shapes come from docs/source/ of LMCache/LMCache (Apache-2.0), and from LMI's guide
 (deepjavalibrary/djl-serving at d21927c4, serving/docs/lmi, Apache-2.0). LMI's files for its tests
 are in test_lmcache.py. LMCache's pages are not those of one tag: each is the newest that was found
-in 2026. LMCache 0.5.6 itself declares every option in them (lmcache/v1/config.py) but eic_*,
+in 2026. LMCache 0.5.6 itself declares every option in them (lmcache/v1/config.py) except eic_*,
 weka_path, cufile_buffer_size and pipelined_backend.
 """
 

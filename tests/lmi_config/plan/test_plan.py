@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan as an operator sees it, and what it warns of."""
+"""The plan as an operator sees it, and its warnings."""
 
 import contextlib
 import dataclasses
@@ -99,7 +99,7 @@ def test_the_whole_text():
 )
 def test_from_how_many_tokens_on_tiers_pay(gib, layers, heads, gpus, each, tokens):
     """Qwen2.5 1.5B, 7B and 72B on GPUs of 80 GB: LMI publishes a KV of 28, 56 and 320 KB a token,
-    and that offloading pays from some 2.6 million and 480,000 tokens on for the first and the last.
+    and says from how many tokens offloading pays: 2.6 million for the first, 480,000 for the last.
     """
     shape = KvShape(heads=heads, full=2 * heads * 128 * layers)
     facts = model(gib, layers=layers, kv=shape, max_length=32_768)
@@ -519,7 +519,7 @@ def test_a_download_without_room_is_told():
     )
 
 
-def test_where_nothing_is_wrong_nothing_is_told():
+def test_a_plan_without_faults_has_no_findings():
     assert planned({}, machine(gpus=4), model(16)).findings == ()
 
 
@@ -687,14 +687,16 @@ SHORT = {"OPTION_MAX_MODEL_LEN": "8k"}
 
 
 def test_a_kv_cache_that_vllms_own_variable_sizes_is_planned_for():
-    """vLLM lets it win over its option, so the plan takes it into account and says who decided."""
+    """vLLM lets the variable win over its option, so the plan uses it and reports which one
+    decided.
+    """
     found = planned({SPACE: "5", **SHORT})
     assert found.memory.kv == 5 * GIB
     assert found.engine("m", None)["kv_cache_memory_bytes"] == 5 * GIB
     (share,) = [it for it in found.memory.shares if it.name == "engine's KV cache"]
     assert (share.size, share.reason) == (5 * GIB, SPACE)
     assert planned({SPACE: ""}).memory.kv == planned({}).memory.kv
-    assert planned({SPACE: "5"}, machine(gpus=1)).memory.kv is None  # which GPUs know nothing of
+    assert planned({SPACE: "5"}, machine(gpus=1)).memory.kv is None  # of no meaning for GPUs
 
 
 @pytest.mark.parametrize(

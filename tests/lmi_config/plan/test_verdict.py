@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache tiers for each kind of attention: right, refused by name, or left out and said so."""
+"""KV cache tiers for each kind of attention: right, refused by name, or left out with a note."""
 
 import dataclasses
 from typing import Any
@@ -112,11 +112,11 @@ def test_tiers_that_are_asked_for_by_name_are_right_or_refused(kind, config, gpu
         planned(config, gpus, NAMED)
     (fault,) = refused.value.faults
     assert fault.startswith("OPTION_KV_L2_URL: no KV cache tiers: ")
-    assert "; " in fault  # with what works instead
+    assert "; " in fault  # with the alternative that works
 
 
 def drafted(config, method="eagle", **more):
-    """A draft of the same family, as its files would be looked at."""
+    """The facts of a draft of the same family."""
     own = config | {"num_hidden_layers": 1} | more
     files = {"config.json": encoded(own), "model.safetensors": safetensors({})}
     found = drafts.look(Memory(files))
@@ -133,7 +133,7 @@ def test_a_draft_like_the_model_changes_nothing():
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_draft_with_other_heads_is_another_group(gpus):
-    """vLLM keeps both in one group of its own, and LMCache sees two."""
+    """vLLM keeps both in one special group, and LMCache sees two."""
     draft = drafted(LLAMA, num_key_value_heads=4)
     found = planned(LLAMA, gpus, draft=draft, variables=DRAFT)
     assert isinstance(found.tiers, Tiers) is bool(gpus)
@@ -214,7 +214,7 @@ def test_windows_that_vllm_would_read_otherwise_are_not_known(architecture, more
 
 
 def test_overrides_of_the_language_model_go_into_it():
-    """As vLLM: what stands outside does not change what a language model's own part says."""
+    """As in vLLM: fields outside of the language model's own part do not change its values."""
     seeing = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -285,7 +285,7 @@ def test_the_price_of_keeping_all_tokens_is_told():
     assert "a request of 131,072 tokens takes 62.0 GiB of the engine's KV cache" in told
     assert "18.0 GiB without KV cache tiers" in told
     assert f"{HYBRID} = True" in explain.as_text(found)
-    assert found.settings.engine[HYBRID] is True  # so what the engine's cache holds counts it
+    assert found.settings.engine[HYBRID] is True  # so it counts in the size of the engine's cache
     (_, _, origin) = next(row for row in explain.options(found) if row[0] == HYBRID)
     assert origin == "derived"
 
@@ -320,7 +320,7 @@ def test_prompt_embeddings_are_told_to_go_past_the_tiers():
     [({}, None, False), ({CHUNKED: "0"}, None, True), ({}, DRAFT, True)],
 )
 def test_chunks_are_kept_whole_where_vllm_does_so_by_itself(variables, speculative, whole):
-    """Without tiers; what a request takes of the engine's cache follows."""
+    """Without tiers. The planned use of the engine's cache follows."""
     draft = drafted(LLAMA4) if speculative else None
     variables = {**variables, **(speculative or {})}
     found = plan.make(read(variables), machine(1), model(LLAMA4), draft, variables, PARTS)
@@ -337,7 +337,7 @@ def test_sentence_transformers_pool_whatever_they_are_called():
     ("windows", "kind"), [(None, "full"), (512, "unknown"), ([None, 512], "unknown")]
 )
 def test_two_configurations_have_to_tell_the_same_layers(windows, kind):
-    """vLLM reads Mistral's own where its weights are there, too."""
+    """vLLM reads Mistral's own configuration if Mistral's weights are also there."""
     params = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
     config = of("MistralForCausalLM", sliding_window=None)
     files = {"config.json": encoded(config), "consolidated.safetensors": safetensors({})}
@@ -376,7 +376,7 @@ def test_a_connector_of_lmcaches_own_is_no_way_round(connector):
             planned(config, environ=connector, variables=variables)
 
 
-FEW = {"num_key_value_heads": 2}  # so that ranks are left to share a context
+FEW = {"num_key_value_heads": 2}  # so that some ranks can share a context
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_a_chunk_is_a_multiple_of_what_ranks_share(config, ranks, chunk):
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_the_engine_copies_where_all_layers_have_a_window(gpus):
-    """Without a GPU, whatever LMCACHE_MP_TRANSFER_MODE says."""
+    """Without a GPU, for every value of LMCACHE_MP_TRANSFER_MODE."""
     for config, pinned in ((PHI3, not gpus), (GEMMA2, False), (LLAMA, False)):
         found = planned(config, gpus)
         connector = found.options.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
@@ -413,7 +413,7 @@ def test_the_engine_copies_where_all_layers_have_a_window(gpus):
     ],
 )
 def test_chunks_that_blocks_do_not_divide_are_refused(chunk, gpus, block, fix, environ):
-    """vLLM ends at the first request."""
+    """Otherwise vLLM ends at the first request."""
     config = LLAMA4 | {"attention_chunk_size": chunk}
     options = environ | ({"OPTION_BLOCK_SIZE": str(block)} if block else {})
     if not fix:

@@ -82,7 +82,7 @@ def test_the_whole_command_line_on_gpus():
         ({"OPTION_CPU_OFFLOAD_GB_PER_GPU": "2"}, GPU, ["--cpu-offload-gb=2.0"]),
     ],
 )
-def test_what_options_and_machine_make_of_it(environ, here, expected):
+def test_the_command_for_options_and_a_machine(environ, here, expected):
     assert set(expected) <= set(command(environ, here))
 
 

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The situations of classified.json: options that vLLM refuses with a model on a machine.
 
-Each row of it has a state. "told": the plan refuses `options` and `says` why. "unknowable": it
-cannot be known before the start, and `why`. "open": it could be told, and is not.
+Each row has a state:
 
-Of a situation that is told: options are vLLM's, by its names; model, config: a model of MODELS, and
-what its configuration has beside; draft: of DRAFTS; gpus, capability, cpus: of the machine;
-missing: modules that are not installed there; environ: variables. `loose`: vLLM's own types refuse
-the value before the line that the row is of. `elsewhere`: another of its lines does. `package`: the
-module without which vLLM does not come that far.
+- "told": the plan refuses `options`, and `says` why.
+- "unknowable": it cannot be known before the start, and `why`.
+- "open": the plan could refuse it, and does not.
+
+A row with the state "told" has these fields:
+
+- options: vLLM's, by its names
+- model, config: a model of MODELS, and additions to its configuration
+- draft: a draft of DRAFTS
+- gpus, capability, cpus: those of the machine
+- missing: modules that are not installed there
+- environ: variables
+- loose: vLLM's own types refuse the value before the row's line does
+- elsewhere: another line of vLLM refuses it
+- package: without this module vLLM does not reach the line
 """
 
 import dataclasses

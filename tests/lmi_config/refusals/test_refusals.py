@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM refuses of a configuration is known: each line of its that does is classified, and what
-can be told before the start is told by the plan.
+"""The configurations that vLLM refuses are known: each line of vLLM that refuses one is classified,
+and the plan refuses everything that can be known before the start.
 """
 
 import json
@@ -69,7 +69,7 @@ def test_the_default_of_max_loras_is_at_most_max_cpu_loras():
     ],
 )
 def test_what_vllm_refuses_elsewhere_is_told_as_well(row, says):
-    """Of its loaders and packages, which are not in the list."""
+    """Refusals by its loaders and packages, which are not in the list."""
     with pytest.raises(SettingsError) as refused:
         planned(row)
     assert says in "\n".join(refused.value.faults)
@@ -95,7 +95,7 @@ def _words(text: str) -> str:
 
 
 def test_vllm_refuses_them_too():
-    """On CPUs, for the reason that the row is of. What needs GPUs cannot be asked for here."""
+    """On CPUs, for the row's reason. Situations that need GPUs cannot be tried here."""
     apart = {"gpus", "elsewhere", "package", "missing"}
     asked = [key for key, row in TOLD.items() if not row.keys() & apart]
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.lmi_config.refusals.vllm_answers KEY...`: what the installed vLLM, on CPUs, says
-of the situations of these rows: JSON, key → its refusal, or null where it takes the options.
+"""`python -m tests.lmi_config.refusals.vllm_answers KEY...` prints what the installed vLLM, on
+CPUs, answers to the situations of these rows, as JSON: key → its refusal, or null if it accepts the
+options.
 """
 
 import json
@@ -63,6 +64,6 @@ def answer(row: dict[str, Any]) -> str | None:
 
 
 if __name__ == "__main__":
-    # One of vLLM's options stays set in a default that all configurations share.
+    # One option of vLLM's stays set in a default that all configurations share.
     keys = sorted(sys.argv[1:], key=lambda it: "routed_experts" in str(ROWS[it]["options"]))
     sys.stdout.write(json.dumps({key: answer(ROWS[key]) for key in keys}) + "\n")

@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 async def kept(anyio_backend, folder):
-    """A server with the keys above, which is left as it was."""
+    """A server with the keys above, for tests that leave it unchanged."""
     options = {"api_keys_file": written(folder / "keys.json"), "admin_api_key": ADMIN}
     async with running(**options, sessions_path=str(folder / "sessions")) as it:
         yield it
@@ -107,7 +107,7 @@ async def test_a_key_is_sent_in_either_header(kept, headers):
         bearer("old"),
     ],
 )
-async def test_what_is_no_key(kept, headers):
+async def test_invalid_keys_are_refused(kept, headers):
     answer = await kept.post("/v1/completions", {"prompt": "a"}, headers=headers)
     assert answer.status_code == 401
 
@@ -130,11 +130,11 @@ ODD_PATHS = (
     *("/adapters;/v1/", "/adapters#/v1/", "/adapters?/v1/", "/invocations/../adapters"),
     *("http://a/adapters", "http:///adapters", "/models/v1/adapters", "/ui/../adapters"),
 )
-"""Ways to /adapters, and past what guards it."""
+"""Paths that lead to /adapters, or past its guard."""
 
 
 async def status_of(url, method, target, key):
-    """What a request is answered with whose target no client has tidied up."""
+    """The status of the answer to a request whose target no client has normalised."""
     where = httpx.URL(url)
     reader, writer = await asyncio.open_connection(where.host, where.port)
     body = b'{"name": "poet", "src": "/"}'
@@ -306,7 +306,7 @@ async def test_an_admin_key_alone_leaves_inference_open():
 
 
 async def identity_for(it, caller, secret=SECRET):
-    """What a router with this secret signs for a server."""
+    """The identity that a router with this secret signs for a server."""
     challenge = new_name()
     answer = await it.client.get("/ping", headers={"x-slipway-challenge": challenge})
     name = Signer(SECRET).name_of(answer.headers["x-slipway-introduction"], challenge)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router says of callers, to whom, and what is made up."""
+"""Callers' identities as a router signs them, the servers that accept them, and forged ones."""
 
 import time
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of keys, and what it may not say."""
+"""The file of keys, and the contents that it may not have."""
 
 import json
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ def test_a_key_is_made_and_known_by_its_hash():
     assert key not in keys.row("team-a", key)
 
 
-def test_the_tenant_is_the_name_where_nothing_else_is_said():
+def test_the_tenant_defaults_to_the_name():
     (key,) = keys.parsed(file()).by_digest.values()
     assert key == keys.Key(Caller(name="a", tenant="a"))
 
@@ -85,7 +85,7 @@ def test_a_time_says_its_zone_or_is_utc(text):
         (b"jwt: [{tenant: a}, {tenant: a}]", "two entries below `jwt` have the tenant 'a'"),
         (b"jwt: [{admin: true}]", "needs a tenant"),
         (b"jwt: [{tenant: a, expires: 2027-01-31}]", "unknown field `expires`"),
-        # What a careless hand leaves would be no keys less, or everything allowed.
+        # A careless edit would leave the same number of keys, or allow everything.
         (b"keys: []\nkeys: []", "line 2: `keys` is given twice"),
         (f"keys: [{{name: a, sha256: {HASH}, admin: false, admin: true}}]".encode(), "`admin`"),
         (b"keys: []\njwt:\n#  - tenant: a", "`jwt` has no value"),
@@ -101,7 +101,7 @@ def test_a_time_says_its_zone_or_is_utc(text):
         ),
     ],
 )
-def test_what_a_file_cannot_say(content, reason):
+def test_faults_in_a_file_of_keys_are_refused(content, reason):
     with pytest.raises(ValueError, match=reason) as refused:
         keys.parsed(content)
     assert "secret" not in str(refused.value)

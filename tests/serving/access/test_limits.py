@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys' limits: in memory and in Valkey, through a server and by themselves."""
+"""Keys' limits: in memory and in Valkey, through a server and directly."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,9 @@ def caller(name, *limits):
 
 
 async def let_in(limiter, who, count):
-    """How many of so many requests at once are let in, and what the others are told."""
+    """Send this number of requests at once. Returns how many are let in, and the errors of the
+    others.
+    """
     taken = await asyncio.gather(*(limiter.take(who) for _ in range(count)), return_exceptions=True)
     refused = [it for it in taken if isinstance(it, RateLimited)]
     assert len(refused) + len([it for it in taken if isinstance(it, module.Taken)]) == count
@@ -183,8 +185,8 @@ async def test_without_its_store_each_process_counts_by_itself(caplog):
 
 
 async def test_a_store_that_hangs_holds_up_nobody(monkeypatch):
-    """It is stopped. Whoever waits for a connection counts here once one has asked in vain; later
-    only one asks.
+    """The store is suspended. Each request that waits for a connection counts here after one has
+    asked in vain; later only one asks.
     """
     monkeypatch.setattr(module, "PAUSE_S", 1.0)
     with ValkeyServer(port=ports.free(), save="") as server:
@@ -208,7 +210,7 @@ async def test_a_store_that_hangs_holds_up_nobody(monkeypatch):
         await all_wait()
         assert not limiter._doubtful
         process.suspend()
-        assert max(await all_wait()) < 4  # it was ten
+        assert max(await all_wait()) < 4  # otherwise ten
         for _ in range(2):
             await asyncio.sleep(1.1)
             assert len([it for it in await all_wait() if it > 0.8]) <= 1
@@ -218,7 +220,7 @@ async def test_a_store_that_hangs_holds_up_nobody(monkeypatch):
         taken = await limiter.take(who[0])
         assert taken.place
         limiter.give_back(taken)
-        # Nothing of what was asked in vain keeps a place.
+        # Attempts that got no answer keep no place.
         keys = [f"{module.NAMESPACE}:at-once:{it.name}" for it in who]
 
         async def places():
@@ -266,7 +268,7 @@ async def test_whatever_a_store_answers_limits_hold(monkeypatch, reply):
     who = caller("hostile", 4, 100, 2)
     for _ in range(3):
         counts = await asyncio.wait_for(let_in(limiter, who, 20), 10)
-        assert counts[0] <= 4 or reply.startswith(b":-")  # that one is a count
+        assert counts[0] <= 4 or reply.startswith(b":-")  # that reply is a count
         for refused in counts[1]:
             assert 1 <= refused.retry_after <= 60
     limiter.charge(who, 50)
@@ -313,7 +315,7 @@ async def test_a_server_counts_what_keys_use(tmp_path, caplog):
         labels = {"tenant": "counted-a", "adapter": ""}
         assert total(**labels, direction="output", cached="false") - before == 9
         assert total(**labels, direction="input", cached="true") == 3
-        # A stream that is broken off counts up to there.
+        # A stream that breaks off counts the tokens until then.
         stream = {"prompt": "wait for it now", "stream": True}
         it.engine.gate.clear()
         async with it.client.stream(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How important requests are, by the objectives that they name."""
+"""The priority of requests, by the objectives that they name."""
 
 import pytest
 

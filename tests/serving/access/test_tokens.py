@@ -75,7 +75,7 @@ PUBLISHED = (jwk(RSA, "rsa"), jwk(EC, "ec"), jwk(ED, "ed", alg="EdDSA"))
 
 
 class Issuer:
-    """Publishes keys over HTTPS."""
+    """An issuer that publishes keys over HTTPS."""
 
     def __init__(self, folder):
         self.authority = str(folder / "ca.pem")
@@ -208,7 +208,7 @@ def public_pem(key):
 
 
 def with_public_key_as_secret(issuer):
-    """What a verifier takes that lets the token say by what it is verified."""
+    """A token that a verifier accepts if it lets the token choose the method of verification."""
     import hashlib
     import hmac
 
@@ -258,7 +258,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 async def checked(anyio_backend, shared_issuer):
-    """A server that takes nothing but tokens, which is left as it was."""
+    """A server that accepts only tokens, for tests that leave it unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", shared_issuer.authority)
         shared_issuer.reset()
@@ -311,7 +311,7 @@ async def test_keys_are_rotated(issuer, caplog):
         new = issuer.token(key=OTHER, name="new")
         assert await status(it, new) == 401
         await until(it, new, 200)
-        assert len(issuer.asked) == asked + 2  # nothing is fetched but for an unknown key
+        assert len(issuer.asked) == asked + 2  # only an unknown key causes a fetch
         assert await status(it, issuer.token()) == 200
         issuer.publish(jwk(OTHER, "new"))
         await status(it, issuer.token(name="unknown"))
@@ -368,7 +368,7 @@ async def test_while_the_issuer_is_broken_the_last_good_keys_stay(
     ],
 )
 async def test_a_start_without_the_issuers_keys(issuer, said, reason, tmp_path, monkeypatch):
-    """They are waited for, and then it ends, unless others can be let in."""
+    """The server waits for them and then ends, unless it can let in other callers."""
     monkeypatch.setattr(module, "START_S", 0.5)
     monkeypatch.setattr(module, "START_PAUSE_S", 0.02)
     issuer.answers[module.DISCOVERY] = issuer.discovery(**said)
@@ -392,7 +392,7 @@ async def test_an_issuer_whose_certificate_is_nobodys_is_not_believed(issuer, mo
 
 
 async def test_keys_at_a_place_of_their_own(issuer):
-    """For issuers that are no URL."""
+    """For issuers whose name is no URL."""
     options: dict[str, Any] = {
         "jwt_issuer": "me",
         "jwt_audience": ("a", "b"),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What agents' APIs refuse, and in which words: OpenAI's Responses, and Anthropic's Messages."""
+"""Requests that agents' APIs refuse, with the error texts: OpenAI's Responses, and Anthropic's
+Messages.
+"""
 
 import json
 

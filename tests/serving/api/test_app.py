@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients see, through a real server and a real socket; only the engine is a fake."""
+"""The answers that clients see, through a real server and a real socket; only the engine is
+a fake.
+"""
 
 import asyncio
 import json
@@ -226,7 +228,7 @@ async def test_a_chats_images_come_from_allowed_hosts_only(shared):
 
 
 async def test_no_media_are_looked_for_where_the_engine_looks_for_none(shared):
-    """A flood of them held up everybody; texts to compare have a limit on their own paths alone."""
+    """A flood of them held up everybody. Texts to compare have a limit on their own paths only."""
     part = {"type": "image_url", "image_url": {"url": "https://elsewhere.example/a.png"}}
     body = {"messages": [{"role": "user", "content": "a"}], "query": [{"content": [part]}]}
     assert (await shared.post("/v1/chat/completions", body)).status_code == 200
@@ -357,7 +359,7 @@ async def test_errors_name_options_and_not_vllms_flags(shared, flag, option):
 
 
 async def test_not_each_of_a_flood_of_texts_is_compared_with_a_message():
-    """It would hold up everybody: 8 MB of short ones for some ten seconds."""
+    """That would hold up everybody: 8 MB of short texts take about ten seconds."""
     body = {
         "prompt": "refuse this",
         "message": "temperature must be above 0",
@@ -466,7 +468,7 @@ async def test_metrics_are_there_before_the_engine_is():
         answer = await served.client.get("/metrics")
         assert answer.status_code == 200
         assert "python_info" in answer.text
-        # What it has besides, exemplars, there is with traces alone.
+        # Exemplars, which OpenMetrics adds, exist only with traces.
         openmetrics = {"accept": "application/openmetrics-text; version=1.0.0"}
         answer = await served.client.get("/metrics", headers=openmetrics)
         assert answer.headers["content-type"].startswith("text/plain")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transcriptions and translations: forms, how long sounds last, and what reaches the engine."""
+"""Transcriptions and translations: forms, the length of sounds, and the request to the engine."""
 
 import io
 import wave
@@ -28,7 +28,7 @@ def wav(seconds=1, rate=1000, channels=1):
 
 @pytest.fixture(scope="module")
 async def served(anyio_backend):
-    """A server whose engine says which form it got; it hears."""
+    """A server with a speech model, whose engine returns the form that it got."""
 
     def repeat(call: Call) -> dict[str, Any]:
         return {"path": call.path, "fields": call.request, "size": len(call.file or b"")}

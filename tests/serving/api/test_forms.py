@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms with a file, on both paths that take them: what is none, what is too much of one, and what
-is cut.
+"""Forms with a file, on both paths that take them: invalid ones, too large ones, and truncated
+ones.
 """
 
 import asyncio
@@ -72,7 +72,9 @@ async def test_what_is_no_form_or_too_much(served, path, body, kind, told):
 @pytest.mark.parametrize("path", [FILES, TRANSCRIPTIONS])
 @pytest.mark.parametrize(("length", "sent"), [(10_000, FILE), (10_000, b""), (20, FILE)])
 async def test_bodies_that_are_not_as_long_as_they_say(served, path, length, sent):
-    """The client leaves before the end, or the rest is another request, which is none."""
+    """The client leaves before the end, or the rest is read as another request, which is
+    invalid.
+    """
     host, port = served.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: {KIND}\r\n"

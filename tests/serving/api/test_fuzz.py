@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests at random. Whatever a client sends, docs/reference/openapi.yaml describes the answer.
+"""Random requests. For every request of a client, docs/reference/openapi.yaml describes the answer.
 
 In CI the examples are always the same; SLIPWAY_FUZZ=50 tries fifty times as many.
 """
@@ -27,14 +27,14 @@ from tests.serving.lora.test_registry import registry, write
 pytestmark = pytest.mark.anyio
 
 DESCRIPTION = Path(__file__).parents[3] / "docs" / "reference" / "openapi.yaml"
-SECRET = "Rumpelstilzchen"  # a word of every prompt, and of no error
+SECRET = "Rumpelstilzchen"  # every prompt has this word, and no error has it
 LIMIT = 40_000_000
 OPENAI = ("/v1/completions", "/v1/chat/completions")
 ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"
 SESSION = "X-Amzn-SageMaker-Session-Id"
 
 
-# What vLLM refuses of a parameter's value: (types, smallest, largest).
+# Limits that vLLM sets on a parameter's value: (types, smallest, largest).
 RANGES: dict[str, tuple[Any, float, float]] = {
     "max_tokens": (int, 1, 2**31),
     "temperature": (int | float, 0, 1e9),
@@ -56,8 +56,8 @@ PROMPTS = {
 class Engine:
     """Repeats the prompt when it refuses a body.
 
-    choices: what it answers with, in turn. events: of its streams. failure: the status and the
-    message with which these end.
+    choices: the choices of its answers, in turn. events: those of its streams. failure: the status
+    and the message at the end of its streams.
     """
 
     def __init__(self):
@@ -100,7 +100,7 @@ class Engine:
 
 
 class Fuzzed:
-    """A server, asked from another thread: Hypothesis knows nothing of event loops."""
+    """A server, called from another thread: Hypothesis cannot run event loops."""
 
     def __init__(self, url, engine, root):
         self.engine = engine
@@ -108,7 +108,7 @@ class Fuzzed:
         self.client = httpx.Client(base_url=url, timeout=60)
 
     def ask(self, method, path, content=b"", headers=()):
-        """Ask, and check what holds for every answer."""
+        """Send a request, and check the rules that hold for every answer."""
         self.engine.bodies.clear()
         answer = self.client.request(method, path, content=content, headers=list(headers))
         sound(answer, path.partition("?")[0])
@@ -122,7 +122,9 @@ class Fuzzed:
 
 
 def sound(answer, path):
-    """It is JSON in one of its framings; what tells of an error has the path's shape."""
+    """Check that the answer is JSON in one of its framings, and that an error has the
+    path's shape.
+    """
     kind = answer.headers["content-type"].partition(";")[0]
     text = answer.text
     if kind == "application/jsonlines":
@@ -177,7 +179,7 @@ OPERATIONS = [
     for path, operations in PATHS.items()
     for method in sorted(operations.keys() - {"parameters"})
     for as_described in (True, False)
-    # Where there is nothing to be asked, nothing can be asked wrongly.
+    # A call without parameters cannot be wrong.
     if as_described or "{name}" in path or operations[method].keys() & {"parameters", "requestBody"}
 ]
 
@@ -251,13 +253,13 @@ PARAMETERS = {
 
 
 def parameters(values):
-    """An object's pairs, of which two may have the same key."""
+    """An object's pairs; two of them may have the same key."""
     one = st.sampled_from(sorted(PARAMETERS)).flatmap(lambda it: st.tuples(st.just(it), values(it)))
     return st.lists(one | st.tuples(text, wild), max_size=6).map(written)
 
 
 def written(pairs):
-    """A JSON object with these pairs, as text; Raw text stays what it is."""
+    """A JSON object with these pairs, as text. Values of type Raw are not encoded again."""
     return Raw("{" + ",".join(f"{json.dumps(key)}:{dumped(it)}" for key, it in pairs) + "}")
 
 
@@ -316,7 +318,7 @@ async def test_lmi_requests(fuzzed):
 
 
 async def test_a_stream_is_what_stream_asks_for(fuzzed):
-    """`parameters` are for sampling: nothing in them changes what kind of answer it is."""
+    """`parameters` are for sampling: none of them changes the kind of answer."""
 
     @examples(50)
     @given(prompts, st.booleans(), st.dictionaries(st.just("stream"), flags))
@@ -330,7 +332,7 @@ async def test_a_stream_is_what_stream_asks_for(fuzzed):
 
 
 def mangled(body):
-    """What is almost JSON, or is JSON to some readers and not to others."""
+    """Texts that are almost JSON, or that some readers take for JSON and others do not."""
     encoded = body.decode(errors="replace")
     return st.one_of(
         st.just(body),
@@ -378,7 +380,7 @@ async def test_openai_requests(fuzzed):
 
 
 async def test_nesting_of_every_depth(fuzzed):
-    """Readers give up at different depths; between them is where it goes wrong."""
+    """Readers give up at different depths. Errors occur between these depths."""
 
     def check():
         for depth in range(940, 1000, 1 if TIMES > 1 else 2):
@@ -392,7 +394,7 @@ async def test_nesting_of_every_depth(fuzzed):
 
 
 async def test_the_engine_reads_what_was_checked(fuzzed):
-    """Tenants are kept apart, and an adapter that is asked for answers, however it is written."""
+    """Tenants stay apart and the requested adapter answers, however a body is written."""
     kept = {"prompt": "x", "adapters": "one", "cache_salt": "mine"}
     salts = set()
 
@@ -430,8 +432,8 @@ async def test_large_requests(fuzzed):
 
 
 async def test_many_small_prompts_hold_nothing_up(fuzzed):
-    """Other requests, /ping among them, wait while this one is looked at."""
-    texts = [f"a{n}" for n in range(200_000)]  # none of which is in what the engine answers
+    """Other requests, /ping among them, wait while the server checks this one."""
+    texts = [f"a{n}" for n in range(200_000)]  # none of them is in the engine's answers
     many = json.dumps({"prompt": "", "messages": texts, "temperature": -1}).encode()
 
     def check():
@@ -457,14 +459,14 @@ async def test_many_small_lines_hold_nothing_up(fuzzed):
     answer = await asyncio.to_thread(fuzzed.invoke, b"0\n" * 50_000, kind)
     pinging.cancel()
     assert answer.text.count("\n") == 50_000
-    assert longest < 2  # in which SageMaker wants its pings answered
+    assert longest < 2  # SageMaker's limit for pings
 
 
 KINDS = ("text/plain", "text/csv", "application/jsonlines", "application/json", "")
 
 
 async def test_content_types(fuzzed):
-    """Text, CSV and lines, under their own content types and under others'."""
+    """Text, CSV and lines, under their own content types and under those of other formats."""
     cells = st.lists(st.lists(st.sampled_from(["inputs", '"', '"a""b"', "x", ""]), max_size=3))
     csv = cells.map(lambda rows: "\r\n".join(",".join(row) for row in rows).encode())
     lines = st.lists(good | bad | openai | st.binary(max_size=5), max_size=4).map(b"\n".join)
@@ -484,7 +486,7 @@ async def test_content_types(fuzzed):
 
 
 async def test_each_line_has_a_line(fuzzed):
-    """Whatever the requests are: an answer is found by its place."""
+    """The place of an answer identifies its request."""
     asked = st.lists(good | openai, min_size=2, max_size=4)
 
     @examples(100)
@@ -530,7 +532,7 @@ async def test_headers(fuzzed):
 
 
 async def test_metrics_whatever_is_asked(fuzzed):
-    """Prometheus's own app answers it, and reads headers and the query."""
+    """Prometheus's own app answers these requests, and reads headers and the query."""
 
     @examples(50)
     @given(st.binary(max_size=20).filter(sendable), st.binary(max_size=5).map(quote))
@@ -543,7 +545,7 @@ async def test_metrics_whatever_is_asked(fuzzed):
 
 
 async def test_adapter_calls(fuzzed):
-    """Any query and any body, on every call that there is."""
+    """Any query and any body, on every call of adapters."""
     src = st.sampled_from(
         [str(fuzzed.root / "one"), str(fuzzed.root), "s3://mine", "s3://a/b", "x:"]
     )
@@ -604,7 +606,7 @@ chunks = st.lists(choices.map(lambda it: {"index": 0, **it}), max_size=2).map(
 
 @pytest.fixture
 def odd(fuzzed):
-    """The server over an engine whose answers the test sets."""
+    """The server with an engine whose answers the test sets."""
     yield fuzzed
     fuzzed.engine.plain()
 

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.anyio
 
 
 def worker_number(res):
-    """As the client of LMI's integration tests counts workers: groups, or workers in the first."""
+    """Counts workers as the client of LMI's integration tests does: groups, or workers in the first
+    group.
+    """
     groups = res[0]["models"][0]["workerGroups"]
     return len(groups), len(groups[0]["workers"])
 
@@ -55,13 +57,13 @@ async def test_a_model_has_lmis_spelling_in_paths():
             assert described["workflowName"] == name
             answer = await it.post(f"/predictions/{name}", {"inputs": "a b"})
             assert answer.json() == {"generated_text": "b a"}
-        # A body says it as the engine does.
+        # A body names it as the engine does.
         for name, status in (("Qwen/Qwen3-0.6B", 200), ("Qwen_Qwen3_0_6B", 404)):
             answer = await it.post("/v1/completions", {"prompt": "a b", "model": name})
             assert answer.status_code == status
 
 
-async def test_what_waits_and_what_fails_is_told(served):
+async def test_waiting_and_failing_requests_are_reported(served):
     waiting = [served.post("/invocations", {"inputs": "wait"}) for _ in range(8)]
     tasks = [asyncio.create_task(it) for it in waiting]
     async with asyncio.timeout(5):
@@ -93,7 +95,7 @@ async def test_an_unhealthy_model():
         ("POST", "/server/logging?level=debug", "start with OPTION_LOG_LEVEL=DEBUG"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused_by_name(shared, method, path, told):
+async def test_calls_without_a_meaning_here_are_refused_by_name(shared, method, path, told):
     answer = await shared.client.request(method, path)
     assert (answer.status_code, answer.json()["code"]) == (409, 409)
     assert told in answer.json()["message"]

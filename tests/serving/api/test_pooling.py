@@ -35,7 +35,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 async def served(anyio_backend):
-    """A server whose engine says at which path it got which body."""
+    """A server whose engine returns the path and the body that it got."""
 
     repeat = whole(lambda call: {"path": call.path, "body": call.request})
     async with running(max_request_size=20_000_000) as it:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stateful sessions, through the server and by themselves."""
+"""Stateful sessions, through the server and directly."""
 
 import asyncio
 import os
@@ -73,7 +73,7 @@ async def test_a_request_that_is_not_answered_begins_none(kept, folder, path, bo
 
 
 async def test_a_folder_that_hangs_holds_up_no_stream(tmp_path, monkeypatch):
-    """It may be on a network."""
+    """The folder may be on a network."""
     hangs, opens = threading.Event(), os.open
 
     def slow(path, *more, **others):
@@ -91,7 +91,7 @@ async def test_a_folder_that_hangs_holds_up_no_stream(tmp_path, monkeypatch):
             waiting = asyncio.create_task(served.invoke({"inputs": "a"}, headers={NAME: session}))
             answer = await asyncio.wait_for(served.invoke({"inputs": "a", "stream": True}), 15)
             assert answer.status_code == 200
-            assert (await waiting).status_code == 200  # by what is remembered
+            assert (await waiting).status_code == 200  # from memory
             unknown = "00000000-0000-4000-8000-000000000000"
             answer = await served.invoke({"inputs": "a"}, headers={NAME: unknown})
             assert answer.status_code == 503
@@ -199,7 +199,7 @@ async def test_servers_that_share_a_folder_know_each_others(tmp_path, clock):
     for it in (other, one) * 3:
         clock.now += 90
         await it.use(session)
-    for _ in range(3):  # it lives on where it is used, whatever the other remembers
+    for _ in range(3):  # the session stays alive on one server, whatever the other remembers
         clock.now += 90
         await one.use(session)
     await other.create()

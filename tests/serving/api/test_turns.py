@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long bodies hold the event loop, by its own CPU time: other requests, /ping among them, wait
-meanwhile. vLLM's part of it is in tests/serving/engine/test_forms.py.
+"""How long bodies occupy the event loop, in its own CPU time: other requests, /ping among them,
+wait meanwhile. tests/serving/engine/test_forms.py measures vLLM's part of it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ UNITS: tuple[Any, ...] = (
 
 
 def shapes(unit, size):
-    """A list of this, a map to it, and both deeper within."""
+    """A list of this value, a map to it, and both nested deeper."""
     count = size // (len(json.dumps(unit)) + 2)
     yield [unit] * count
     yield {f"{n:08}": unit for n in range(size // (len(json.dumps(unit)) + 14))}
@@ -45,7 +45,7 @@ def shapes(unit, size):
 
 
 class Turns:
-    """Looks how much CPU time each turn of the loop takes in its thread."""
+    """Measures the CPU time that each turn of the loop takes in its thread."""
 
     async def __aenter__(self):
         self.longest = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and batches over HTTP, on the fake engine: what is answered, kept, refused and taken up."""
+"""Files and batches over HTTP, on the fake engine: answered, kept, refused and resumed."""
 
 import asyncio
 import io
@@ -94,7 +94,7 @@ async def begun(it, *found, **more):
 
 
 async def ended(it, name, status=None, headers=None):
-    """A batch, once it has a status, or an end."""
+    """A batch, once it has this status, or has ended."""
     for _ in range(500):
         batch = (await it.client.get(f"/v1/batches/{name}", headers=headers)).json()
         if batch["status"] == status if status else not Status(batch["status"]).open:
@@ -109,7 +109,7 @@ async def answers(it, file, headers=None):
         return {}
     content = await it.client.get(f"/v1/files/{file}/content", headers=headers)
     found = [json.loads(entry) for entry in content.text.splitlines()]
-    assert len({entry["custom_id"] for entry in found}) == len(found), "one is there twice"
+    assert len({entry["custom_id"] for entry in found}) == len(found), "an answer appears twice"
     return {entry["custom_id"]: entry for entry in found}
 
 
@@ -288,7 +288,7 @@ async def test_interactive_requests_go_first_and_have_room(served):
 
 async def test_lines_wait_in_the_background(tmp_path):
     async with batching(tmp_path, batch_concurrency=20) as it:
-        it.engine.concurrency = 1  # and with one ahead it is full
+        it.engine.concurrency = 1  # and one request queued ahead fills it
         first = [asyncio.create_task(it.post(COMPLETIONS, {"prompt": "step"})) for _ in range(2)]
         while it.engine.running < 2:
             await asyncio.sleep(0.01)
@@ -322,7 +322,7 @@ async def test_a_stop_leaves_the_batch_to_be_taken_up(tmp_path):
 
 
 async def test_a_torn_answer_is_computed_again(tmp_path):
-    """As a SIGKILL leaves it: the last answer is half there, and nobody has ended anything."""
+    """A SIGKILL leaves this state: half of the last answer is written, and the batch has no end."""
     async with batching(tmp_path, batch_concurrency=1) as it:
         name = await begun(it, line("a", "a"), line("b", "b"), line("c", "wait"))
         while not it.engine.running:
@@ -395,7 +395,7 @@ async def test_a_full_folder_fails_the_batch_with_what_it_has(tmp_path, monkeypa
 
 
 async def test_a_full_disk_is_tried_again_and_leaves_nothing_half_written(served):
-    """The system's limit on the size of files stands for it."""
+    """The system's limit on the size of files simulates a full disk."""
     name = await begun(served, line("a", "a"), line("b", "step"), line("c", "step"))
     content = jsonl(line("a", "a" * 1000))
     file = (await upload(served, content)).json()["id"]
@@ -561,7 +561,7 @@ async def test_a_tenant_has_half_of_the_room(tmp_path, keys):
             output = (await ended(it, made[-1]))["output_file_id"]
             assert (await it.client.delete(f"/v1/files/{output}")).status_code == 200
         listed = [each["id"] for each in (await it.client.get("/v1/batches")).json()["data"]]
-        assert len(listed) == 2  # of which one has taken the place of one that has ended
+        assert len(listed) == 2  # one of them has replaced an ended batch
         assert made[-1] in listed
         for _ in range(2):
             made = (await create(it, file)).json()["id"]
@@ -725,7 +725,7 @@ async def test_the_life_of_a_file_is_a_number(served, seconds):
 
 
 def test_ids_take_little_memory():
-    """50,000 of 512 characters outside of Latin-1 are 50 MB and more, as texts."""
+    """As texts, 50,000 ids of 512 characters outside of Latin-1 take more than 50 MB."""
     content = b"".join(
         json.dumps(line(f"{n:06}" + "\U0001f600" * 506, "a"), ensure_ascii=False).encode() + b"\n"
         for n in range(5_000)

@@ -125,7 +125,7 @@ OWN: Hinted = [
             "messages": SAID,
             "tools": [{"name": "a", "cache_control": {**KEPT, "ttl": "1h"}}],
         },
-        {"seconds": 300, "marked": 0},
+        {"seconds": 1800, "marked": 0},
     ),
     # Dynamo, NeMo Agent Toolkit
     ({}, {"nvext": {"agent_hints": {"priority": -1, "osl": 512}}}, {"low": True, "output": 512}),
@@ -260,7 +260,7 @@ def test_the_last_marks_of_many_count():
     assert found.marked == 300
 
 
-# Through the door
+# Through HTTP
 
 PROMPTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a b"},
@@ -286,7 +286,7 @@ def counted(field: str, taken: str) -> float:
 
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_no_hint_changes_an_answer(door, path):
-    """The engine gets none by a key that a later vLLM could obey."""
+    """The engine does not get a hint under a key that a later vLLM could obey."""
 
     def text(answer):
         found = answer.json()
@@ -320,7 +320,7 @@ async def test_hints_are_counted(door):
 async def test_a_client_is_told_what_was_understood(door):
     headers = {"X-Slipway-Cache": "1", "X-Session-ID": "s", "X-Slipway-Session-Final": "true"}
     answer = await door.post(COMPLETIONS, {"prompt": "a", "session_id": "p"}, headers=headers)
-    assert answer.headers["X-Slipway-Cache"] == f"session={S[:12]} seconds=300 final"
+    assert answer.headers["X-Slipway-Cache"] == f"session={S[:12]} seconds=1800 final"
     lines = b'{"prompt": "a"}\n{"prompt": "b"}\n'
     kind = {"content-type": "application/jsonlines", "X-Slipway-Cache": "1"}
     assert (await door.invoke(lines, headers=kind)).status_code == 200

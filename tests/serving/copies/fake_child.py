@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fake child that supervisors of tests share, and the end of their programs."""
+"""The fake child that the tests' supervisors share, and the end of their programs."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ def slow_runtime(settings, seconds):
 
 
 def live(child, supervise):
-    """Be the child that a descriptor on the command line tells, or else the supervisor."""
+    """Run the child that a descriptor on the command line describes, or else the supervisor."""
     if sys.argv[1:]:
         os._exit(run(take(int(sys.argv[1])), child))
     logs.configure(os.environ)

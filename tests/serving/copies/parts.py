@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A container with copies whose engine is the fake one: the supervisor, or one of its children.
+"""A container with copies and the fake engine: the supervisor, or one of its children.
 
 `python -m tests.serving.copies.parts` is the supervisor; with a descriptor, as the supervisor
-starts it, a child. COPY_FAILS has the copies of these numbers fail at their start, with the reason
-COPY_FAULT. Copies that start while there is a file COPIES_END end a moment later. COPY_SLOW has
-seconds that an answer takes.
+starts it, it is a child. COPY_FAILS: the numbers of the copies that fail at their start, with the
+reason COPY_FAULT. If the file COPIES_END exists, copies that start end a moment later. COPY_SLOW:
+the seconds that an answer takes.
 """
 
 import asyncio

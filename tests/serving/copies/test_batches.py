@@ -116,7 +116,7 @@ def runs_batches(copy):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_batch_goes_on_when_a_copy_ends(container, number):
-    """One of the two copies is the one that runs the batch."""
+    """The batch runs in one of the two copies."""
     until(container.both, 120)
     batch = begun(container, [f"a{n} b" for n in range(LINES)])
     until(lambda: looked(container, batch)["request_counts"]["completed"] > LINES / 10, 60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router and the copies of one container are told of its options."""
+"""The options that the router and the copies of one container get."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ SHARED = Shared(folder=Path("/m"), draft=None, name=Path("/m"), without_tiers=""
 
 
 def settings(**environ):
-    """The router's, and those of the two copies."""
+    """The router's settings, and those of the two copies."""
     made = planned({"OPTION_COPIES": "2", **environ}, machine(), model(2))
     secret = divided.secret(made.settings)
     copies = [

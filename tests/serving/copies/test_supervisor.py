@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A container with two copies: its processes, and what happens when they end."""
+"""A container with two copies: its processes, and the effects of their ends."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ class Container(Program):
         )
 
     def ready(self, seconds=120):
-        """The supervisor sees it a look later than the router."""
+        """The supervisor notices it one look later than the router."""
         super().ready(seconds)
 
         def both():
@@ -111,7 +111,7 @@ def test_only_requests_of_clients_have_lines_and_each_has_one(container):
 
     until(own, 10)
     models = {it["request_id"] for it in served() if it["path"] == "/v1/models"}
-    assert models <= {*OURS.values()}  # and none that the router has asked
+    assert models <= {*OURS.values()}  # and not those of the router's probes
     (line,) = own()
     assert line["copy"] in (0, 1)
 
@@ -169,7 +169,7 @@ def test_a_port_that_is_taken_ends_the_start(container, tmp_path):
 
 
 def test_a_stop_finishes_what_is_under_way(container):
-    """The last of those with this container."""
+    """The last test with this container."""
     asked = {"prompt": "wait", "max_tokens": 2}
     began = time.monotonic()
     with pytest.raises(httpx.HTTPError), httpx.Client(timeout=0.5) as client:
@@ -300,5 +300,5 @@ def test_an_orderly_end_takes_less_than_platforms_allow():
 
 @pytest.mark.parametrize(("code", "container"), [(-9, 1), (0, 1), (3, 3)])
 def test_a_signal_is_no_exit_code(code, container):
-    """The supervisor uses this for the router and for copies."""
+    """The supervisor applies this to the router and to the copies."""
     assert life.exit_code(Exit(code, "serving"), 1) == container

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every engine behind the port (serving.engine.base), whichever it is.
+"""The contract of every engine behind the port (serving.engine.base).
 
-CHECKS are run for the tests' engine (test_contract.py), for vLLM, and for vLLM's engine core
+The CHECKS run for the tests' engine (test_contract.py), for vLLM, and for vLLM's engine core
 without a model (tests/e2e/test_contract.py).
 """
 
@@ -19,19 +19,19 @@ from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS
 from tests.support.harness.wait import until_async
 
 LONG = 24
-"""Tokens of an answer in whose middle something happens."""
+"""Tokens of an answer that an event interrupts in its middle."""
 LIMIT_S = 60
 
 
 class Subject:
-    """An engine, and how it is asked for what the checks need."""
+    """An engine, and the requests that make it do what the checks need."""
 
     engine: Any
     adapter: str | None = None
     """The inner name of an adapter that it has."""
 
     def body(self, tokens: int) -> dict[str, Any]:
-        """A completion of so many tokens."""
+        """A completion of this number of tokens."""
         return {"prompt": " ".join(["a"] * tokens), "max_tokens": tokens, "ignore_eos": True}
 
     def faulty(self) -> dict[str, Any]:
@@ -39,17 +39,17 @@ class Subject:
         raise NotImplementedError
 
     def is_idle(self) -> bool:
-        """Whether it works on nothing."""
+        """Whether it has no work."""
         raise NotImplementedError
 
     async def kill(self) -> None:
-        """Have it die."""
+        """Make it die."""
         raise NotImplementedError
 
 
 class Sink:
-    """Takes an answer, and notes what is called. keeps_up: whether events can be written at once.
-    at: is called after each note, with how many there are.
+    """Takes an answer, and notes each call. keeps_up: whether events can be written at once. at: is
+    called after each note with the number of notes.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Sink:
         self._keeps_up = keeps_up
         self._at = at
         self.inside = 0
-        """Calls that wait."""
+        """The number of calls that wait."""
 
     def note(self, name: str) -> Any:
         self.notes.append(name)
@@ -97,7 +97,7 @@ class Sink:
         await self.wait("event")
 
     async def step(self, step: Any) -> None:
-        raise AssertionError("nobody takes steps")
+        raise AssertionError("this sink takes no steps")
 
     def takes(self) -> bool:
         return not self.inside and bool(self.events) and self._keeps_up()
@@ -107,7 +107,7 @@ class Sink:
         self.note("write")
 
     def write_step(self, step: Any) -> None:
-        raise AssertionError("nobody takes steps")
+        raise AssertionError("this sink takes no steps")
 
     async def fail(self, error: ServingError) -> None:
         self.error = error
@@ -132,7 +132,7 @@ async def asked(
     path: str = COMPLETIONS,
     **more: Any,
 ) -> Usage:
-    """Have a call answered, within LIMIT_S."""
+    """Make a call, which must be answered within LIMIT_S."""
     call = Call(path, body, 10, cancellation or Cancellation(), "mine", **more)
     found: Usage = await asyncio.wait_for(subject.engine.generate(call, sink), LIMIT_S)
     return found
@@ -159,7 +159,7 @@ async def a_stream_comes_in_order(subject: Subject) -> None:
 
 
 async def what_is_written_at_once_is_in_order(subject: Subject) -> None:
-    """Whichever of the two ways an event takes."""
+    """Events stay in order, whichever of the two ways each of them takes."""
     texts = []
     for keeps_up in (lambda: False, lambda: True):
         sink = Sink(keeps_up=keeps_up)
@@ -198,7 +198,7 @@ async def the_engine_waits_for_its_sink(subject: Subject) -> None:
 
 
 async def a_call_ends_wherever_it_is_cancelled(subject: Subject) -> None:
-    """Before it begins, while it waits, and at each of what the sink is called with."""
+    """Before it begins, while it waits, and at each call of the sink."""
     for cause in (ClientLeft(), TimedOut(3), NotReady("stopping")):
         for place in range(7):
             cancellation = Cancellation()
@@ -222,10 +222,10 @@ async def a_call_ends_wherever_it_is_cancelled(subject: Subject) -> None:
             usage = await asked(subject, body, sink, cancellation)
             assert usage is sink.usage
             assert not {"answer", "end", "fail"} & {*sink.notes}
-            assert len(sink.notes) <= place + 10  # what was on its way
+            assert len(sink.notes) <= place + 10  # events that were still in flight
             assert usage.tokens.generated < LONG
             await until_async(subject.is_idle)
-            await asyncio.sleep(0)  # no interruption is left over
+            await asyncio.sleep(0)  # no interruption remains
 
 
 async def a_call_ends_while_the_engine_works(subject: Subject) -> None:

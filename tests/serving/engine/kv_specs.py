@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's own classes make of models' configurations: their KV cache specs and groups.
+"""The KV cache specs and groups that vLLM's own classes make from models' configurations.
 
-`python -m tests.serving.engine.kv_specs < CONFIGURATIONS > FOUND`: a JSON list of configurations
-in, one of what was found out. Each model's class is built on the device `meta`, so it has all its
-layers and no weights. It takes a process of its own, for vLLM's distributed state.
+`python -m tests.serving.engine.kv_specs < CONFIGURATIONS > FOUND` reads a JSON list of
+configurations, and writes a list with the findings for each. Each model's class is built on the
+device `meta`, so it has all its layers and no weights. vLLM's distributed state needs a separate
+process.
 """
 
 import json
@@ -35,14 +36,14 @@ MIXTURE = {
 
 
 def named(spec: Any) -> tuple[Any, ...]:
-    """Class, KV heads, head size, window or chunk: what tells layers apart."""
+    """Class, KV heads, head size, window or chunk: the properties that tell layers apart."""
     window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     heads, size = getattr(spec, "num_kv_heads", None), getattr(spec, "head_size", None)
     return type(spec).__name__, heads, size, window
 
 
 def found(config: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """Layers by their specs, and the groups: for each how many kinds of layers are in it.
+    """The layers by their specs, and the number of kinds of layers in each group.
 
     whole: with disable_hybrid_kv_cache_manager.
     """
@@ -97,7 +98,7 @@ def _groups(made: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    # vLLM looks at each class in a process of its own, which takes seconds.
+    # Otherwise vLLM inspects each class in a separate process, which takes seconds.
     registry._run_in_subprocess = lambda function: function()
     answers = []
     found(MIXTURE, whole=False)

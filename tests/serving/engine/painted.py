@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that fills each block with a number of its own, by prompt, salt, place and layer, so
-that what is stored, and what is loaded, can be compared with what it should be.
+"""An engine that fills each block with a unique number, chosen by prompt, salt, place and layer.
+Stored and loaded blocks can be compared with the expected numbers.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def local(block: int, tokens: int) -> KVCacheSpec:
 
 
 class Painted(Engine):
-    """Fills what it computes, and notes each block that is stored or was loaded and is wrong."""
+    """Fills the blocks that it computes, and notes each stored or loaded block that is wrong."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Painted(Engine):
         self.stored: list[tuple[int, int]] = []
 
     def number(self, name: str, group: int, at: int) -> int:
-        """What the block at this place of a request should hold."""
+        """The expected number of the block at this place of a request."""
         request = self.scheduler.requests[name]
         prompt = request.prompt_token_ids[0], request.cache_salt
         return self._numbers.setdefault((prompt, group, at), 1 + len(self._numbers))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's parsers and others log of requests and answers, as it comes into our log."""
+"""Log lines of vLLM's parsers and others about requests and answers, as they reach our log."""
 
 import ast
 import io
@@ -41,7 +41,7 @@ class Tokenizer:
 
 @pytest.fixture
 def lines():
-    """The lines that are logged, as our handler writes them."""
+    """The logged lines, as our handler writes them."""
     stream = io.StringIO()
     handler = Handler(stream, JsonFormatter())
     logger = logging.getLogger("vllm")
@@ -85,7 +85,7 @@ def test_what_ends_the_engine_and_other_lines_stay(lines):
         logger.exception("EngineCore encountered a fatal error.")
         logger.exception("Unexpected error pre-processing request %s", "a")
     logging.getLogger("vllm.config").warning("%s is deprecated", "this")
-    # As it comes from another process, where it has been filtered.
+    # As a record arrives from another process, which has filtered it.
     logging.getLogger("vllm").handlers[-1].handle(
         make_record(logging.ERROR, {"name": "vllm.tool_parsers.a", "msg": "no call in %s"})
     )
@@ -113,7 +113,7 @@ OTHERS = {
     "v1.engine.utils": "processes and hosts",
     "v1.engine.llm_engine": "not used here",
 }
-"""Modules that log more than their own words, and nothing of a request."""
+"""Modules that log more than fixed texts, but not the contents of a request."""
 
 
 def says_more_than_its_own_words(call):
@@ -125,8 +125,8 @@ def says_more_than_its_own_words(call):
 
 
 def test_every_module_that_handles_texts_is_filtered_or_has_a_reason():
-    """After an update of vLLM: a module that is named here needs a logger in READERS, or a reason
-    in OTHERS.
+    """After an update of vLLM: if this test names a module, add a logger of it to READERS, or a
+    reason to OTHERS.
     """
     root, found = Path(vllm.__file__).parent, set()
     for place in HANDLES_TEXTS:

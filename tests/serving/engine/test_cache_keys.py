@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's keys beside vLLM's block hashes: what the engine tells apart, the tiers tell apart, or
-they leave it alone. docs/explanation/kv_cache_keys.md is this file in words.
+"""LMCache's keys beside vLLM's block hashes: requests that the engine tells apart have different
+keys in the tiers, or do not use them. docs/explanation/kv_cache_keys.md is this file in words.
 """
 
 import dataclasses
@@ -109,7 +109,9 @@ APART: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def key(it: Request) -> object:
-    """What of a request LMCache's keys have, as the connector makes them; None for none."""
+    """The parts of a request in LMCache's keys, as the connector makes them; None for a request
+    without keys.
+    """
     if not cache_keys.has_key(it):
         return None
     return LMCacheMPRequestTracker(it).get_token_ids(), cache_keys.salt(it)
@@ -125,7 +127,7 @@ def test_what_vllms_hashes_tell_apart_the_tiers_keys_do(difference):
 
 
 def test_an_adapters_version_has_the_same_key_on_every_server():
-    """Servers have its files at paths of their own."""
+    """The paths of its files differ between servers."""
     ours = [request(lora_request=adapter(f"one@{DIGEST}", it, 1 + len(it))) for it in ("/a", "/bb")]
     assert key(ours[0]) == key(ours[1])
 
@@ -135,7 +137,7 @@ def test_what_cannot_be_told_apart_has_no_key(more):
     assert key(request(**more)) is None
 
 
-# Every field of what a request is to vLLM: whether KV depends on it, and how keys know it.
+# Every field of a request in vLLM: whether KV depends on it, and how keys know it.
 KNOWN = {
     Request.__init__: """
         self request_id client_index arrival_time priority trace_headers block_hasher session_id
@@ -162,7 +164,9 @@ KNOWN = {
 
 @pytest.mark.parametrize("kind", KNOWN, ids=lambda it: it.__qualname__)
 def test_every_field_of_vllms_requests_is_known(kind):
-    """A new one: does KV depend on it? Then LMCache's key has to know it, or `has_key` is false."""
+    """For a new field: does KV depend on it? Then LMCache's key must know it, or `has_key` must be
+    false.
+    """
     if dataclasses.is_dataclass(kind):
         found = {it.name for it in dataclasses.fields(kind)}
     else:

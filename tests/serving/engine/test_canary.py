@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hits of the KV cache tiers, verified: what counts as different, and what follows from it.
+"""The verification of hits of the KV cache tiers: which answers count as different, and the
+consequences.
 
-The engine here is a stand-in for vLLM's client, which gives the candidates that the test wants;
+The engine here is a stand-in for vLLM's client, which returns the candidates that the test sets;
 tests/e2e has the real one.
 """
 
@@ -30,9 +31,9 @@ candidates = st.dictionaries(st.integers(0, 30), st.floats(-30, 0), min_size=1, 
     [
         (LIKELY, False),
         ({1: -0.2, 2: -2.9, 3: -5.4}, False),
-        ({1: -0.9, 2: -0.8, 3: -5.0}, True),  # another on top, and by 2.2
+        ({1: -0.9, 2: -0.8, 3: -5.0}, True),  # another token is first, by 2.2
         ({1: -0.5, 2: -0.4, 3: -5.0}, True),
-        ({1: -0.1, 2: -5.1, 3: -5.0}, True),  # any, by 2.1
+        ({1: -0.1, 2: -5.1, 3: -5.0}, True),  # any token, by 2.1
         ({1: -0.1, 2: -4.9, 3: -5.0}, False),
         ({1: -0.1, 2: -3.0, 9: -2.5}, True),  # 9 had at most -5.0
         ({1: -0.1, 2: -3.0, 9: -4.9}, False),
@@ -155,7 +156,7 @@ async def test_a_hit_is_computed_with_its_own_salt_and_with_one_that_nothing_has
     assert not caplog.records
 
 
-async def test_one_in_so_many(caplog):
+async def test_one_hit_in_four_is_verified(caplog):
     client = Client()
     await hits(made(client, every=4), 11)
     assert len(client.asked) == 2 * 2
@@ -170,12 +171,12 @@ async def test_after_three_that_differ_requests_are_marked_and_no_prompt_is_logg
     await hits(watch)
     watch.begin(marked)
     assert marked.sampling_params.extra_args == {"kv_transfer_params": {WITHOUT_TIERS: True}}
-    assert marked.cache_salt.endswith("own")  # what was loaded before is found no more
+    assert marked.cache_salt.endswith("own")  # KV that was loaded before is no longer found
     assert len(marked.cache_salt) > 16
     kept, other, plain = marked.cache_salt, asked(), asked(cache_salt=None)
     for request in (marked, other, plain):
         watch.begin(request)
-    assert marked.cache_salt == other.cache_salt == kept  # of tenants each one's own, and the same
+    assert marked.cache_salt == other.cache_salt == kept  # each tenant keeps its salt
     assert plain.cache_salt == kept.removesuffix("own")
     assert canary._OFF._value.get() == 1
     text = caplog.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM has the parsers that a plan may choose, and they start with the tokens that it looks for."""
+"""vLLM has the parsers that a plan may choose, and each of them starts if its tokens exist."""
 
 import pytest
 from tokenizers import Tokenizer, models

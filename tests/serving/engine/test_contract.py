@@ -18,7 +18,7 @@ class Fake(contract.Subject):
         self.adapter = "one@1"
 
     def body(self, tokens):
-        # What is long takes time: it waits at its gate.
+        # A long answer takes time: it waits at the engine's gate.
         words = ["a"] * (tokens - 1) + ["wait" if tokens == 100 else "a"]
         return {"prompt": " ".join(words), "max_tokens": tokens}
 

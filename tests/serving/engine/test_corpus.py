@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan accepts of what people come with, vLLM's own parser accepts."""
+"""vLLM's own parser accepts every configuration of the corpus that a plan accepts."""
 
 from lmi_config.plan.vllm import arguments
 from serving.engine.vllm import parse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of vLLM's exceptions: nothing that the client sent."""
+"""Errors for vLLM's exceptions: they contain no text of the client's."""
 
 import json
 
@@ -67,7 +67,7 @@ async def answer(app, method, path, content=None, kind="application/json"):
         ("broken", 500, "the engine failed on this request", None),
     ],
 )
-async def test_what_is_raised(app, kind, status, message, parameter):
+async def test_errors_for_exceptions_of_vllms(app, kind, status, message, parameter):
     assert await answer(app, "GET", f"/raise/{kind}") == (status, message, parameter)
 
 

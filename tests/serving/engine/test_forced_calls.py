@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which schemas of arguments a grammar enforces: every keyword, held against xgrammar itself."""
+"""Which schemas of arguments a grammar enforces: every keyword, checked against xgrammar itself."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ _END = 256
 
 
 def accepts(schema: Any, value: Any) -> bool:
-    """Whether xgrammar's grammar of the schema lets a model write this."""
+    """Whether xgrammar's grammar of the schema lets a model write this text."""
     vocabulary = [bytes([it]) for it in range(256)] + [b"<end>"]
     known = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[_END])
     compiled = xgrammar.GrammarCompiler(known).compile_json_schema(json.dumps(schema))
@@ -54,7 +54,7 @@ ENFORCED = {
 
 
 @pytest.mark.parametrize(("schema", "wrong"), ENFORCED.values(), ids=ENFORCED)
-def test_what_passes_is_enforced(schema, wrong):
+def test_a_supported_schema_is_enforced(schema, wrong):
     assert unsupported(schema) is None
     assert not accepts(schema, {"a": wrong})
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's models of requests, mended: bodies that took minutes, and what they make of others."""
+"""vLLM's models of requests, mended: bodies that took minutes are fast, and other bodies read as
+before.
+"""
 
 import asyncio
 import json
@@ -82,18 +84,18 @@ def bodies(size: int):
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """All that the start imports, which mends the models."""
+    """All modules that the start imports, which mends the models."""
     vllm._import()
 
 
 @pytest.fixture(scope="module")
 def app(imported):
-    """vLLM's routes, without an engine: a body that they take is answered with 5xx."""
+    """vLLM's routes, without an engine: a body that they accept gets a 5xx answer."""
     return vllms_app.generating()
 
 
 def test_the_server_itself_reads_bodies_once():
-    """In a process that imports what the server does, and nothing else."""
+    """In a process that imports only the server's modules."""
     program = """
 from serving.engine import vllm
 vllm._import()
@@ -113,8 +115,8 @@ except ValidationError as error:
 @pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("size", [256 * 1024, 4 * 1024**2])
 def test_no_body_holds_the_event_loop(app, size):
-    """Its turns by the thread's own CPU time, in which other work on the machine has no part. What
-    checks.py refuses goes no further, as in the server.
+    """Turns are measured by the thread's own CPU time, which excludes other work on the machine.
+    Bodies that checks.py refuses go no further, as in the server.
     """
     base = {"model": "m", "max_tokens": 1}
     needed = {"/v1/responses": {"input": "a"}, "/v1/completions": {"prompt": "a"}}
@@ -146,7 +148,7 @@ def test_no_body_holds_the_event_loop(app, size):
 
 
 def unmended(model: type[BaseModel]) -> Any:
-    """vLLM's own: its schema is made anew."""
+    """vLLM's own model: its schema is built again."""
     return type("Own", (model,), {"__module__": model.__module__})
 
 

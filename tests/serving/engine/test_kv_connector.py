@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector between vLLM's real scheduler and LMCache's real server, in every order of events.
 
-A step here is one of the engine's: the scheduler, the worker's side of the connector with its KV
-in ordinary tensors, and the scheduler's update from what came of it. Only the model is missing.
-Any exception of a step would end the engine.
+A step here is one of the engine's: the scheduler, the worker's side of the connector with its KV in
+ordinary tensors, and the scheduler's update with the step's output. Only the model is missing. Any
+exception in a step would end the engine.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ ABORTED = RequestStatus.FINISHED_ABORTED
 
 
 class Server:
-    """LMCache's server with our parts in it."""
+    """LMCache's server with our modules."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self.chunk = chunk
@@ -80,7 +80,7 @@ class Server:
         command += ["--no-l1-use-lazy", "--supported-transfer-mode=auto"]
         command += [f"--shm-name=slipway-test-{self.port}"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        deadline = time.monotonic() + 300  # for machines that do much else
+        deadline = time.monotonic() + 300  # for busy machines
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"http://127.0.0.1:{self._http}/metrics").status_code == 200:
@@ -89,7 +89,7 @@ class Server:
         raise AssertionError("LMCache's server did not start")
 
     def forget(self) -> None:
-        """Everything: what eviction does to a part of it."""
+        """Forget all KV. Eviction does the same to a part of it."""
         httpx.post(f"http://127.0.0.1:{self._http}/cache/clear", json={}).raise_for_status()
 
     def metrics(self) -> str:
@@ -114,9 +114,9 @@ def server():
 
 
 class Engine:
-    """vLLM's scheduler and a worker's connector, a step at a time.
+    """vLLM's scheduler and a worker's connector, run step by step.
 
-    layers: name → what its KV is like, each a group of its own. budget: tokens of a step.
+    layers: name → the spec of its KV; each layer is a separate group. budget: tokens of a step.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Engine:
         self.scheduler.finish_requests(names, ABORTED)
 
     def step(self, during: Callable[[], None] = lambda: None) -> KVConnectorOutput:
-        """during: what happens while the workers are busy, as aborts do."""
+        """during: called while the workers are busy, as an abort may happen then."""
         scheduled = self.scheduler.schedule()
         worker, output = self.worker, KVConnectorOutput()
         worker.handle_preemptions(scheduled.kv_connector_metadata)
@@ -219,7 +219,7 @@ class Engine:
         return output
 
     def compute(self, scheduled: SchedulerOutput) -> None:
-        """What is computed is told by its tokens."""
+        """Fill each computed block with its tokens, so that tests can recognise it."""
         for it in scheduled.kv_connector_metadata.requests:
             if it.direction == "STORE":
                 for block in it.op.block_ids[0]:
@@ -237,13 +237,13 @@ class Engine:
         assert {self.ended[name] for name in names} == {"length"}
 
     def known(self, first: int) -> None:
-        """Have LMCache's server, and nobody else, know a prompt."""
+        """Store a prompt in LMCache's server, and nowhere else."""
         self.answer(self.ask(first))
         self.idle()
         assert self.scheduler.reset_prefix_cache()
 
     def loading(self, first: int, tokens: int = 1) -> str:
-        """A request whose load is about to be handed to the worker, in the next step's schedule."""
+        """A request whose load the next step's schedule hands to the worker."""
         connector, deadline = self.scheduler.connector, time.monotonic() + 60
         while time.monotonic() < deadline:
             name = self.ask(first, tokens=tokens)
@@ -257,16 +257,16 @@ class Engine:
         raise AssertionError("no hits")
 
     def idle(self) -> None:
-        """Until nothing is held by anyone."""
+        """Step until no request and no block is in use."""
         self.until(lambda: not self.scheduler.requests)
-        self.step()  # which tells the workers who has ended
+        self.step()  # this step tells the workers which requests have ended
         self.step()
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self._blocks - 1
 
 
 @pytest.fixture
 def engine(server):
-    """With a server that answers; at the end nothing may be kept by anyone."""
+    """An engine with a server that answers. At the end, no block may be in use."""
     found = Engine(server.port)
     yield found
     server.resume()
@@ -279,7 +279,7 @@ def engine(server):
 
 @pytest.fixture
 def in_flight(engine, monkeypatch):
-    """Loads that are under way until the test ends them, as with a GPU."""
+    """Loads that stay in flight until the test ends them, as with a GPU."""
     found: dict[str, MessagingFuture[bool]] = {}
 
     def submit(request_id, *_, **__):
@@ -312,7 +312,7 @@ def other(server):
 def test_a_prompt_that_another_engine_is_about_to_store_is_loaded(
     engine, other, before, monkeypatch
 ):
-    """before: tokens of it that are there when it is looked up first."""
+    """before: tokens of the prompt that are there at its first lookup."""
     monkeypatch.setattr(kv_connector, "HANDOVER_LIMIT_S", 60.0)
     first = 40 + before
     if before:
@@ -345,7 +345,9 @@ def test_a_prompt_that_was_handed_over_and_never_comes_is_computed(engine, monke
 
 
 def test_an_engine_with_nothing_to_compute_waits_for_the_answer(engine, monkeypatch):
-    """It asks, hears and loads in one step: each more is a way to the workers and back."""
+    """It asks, gets the answer and loads in one step: each further step is a round trip to the
+    workers.
+    """
     monkeypatch.setattr(kv_connector, "ANSWER_S", 30.0, raising=False)
     engine.known(23)
     name = engine.ask(23)
@@ -383,7 +385,7 @@ def test_a_client_leaves_while_its_load_goes_on(engine, in_flight):
     engine.leave(name)
     for _ in range(3):
         engine.step()
-    # What is still written to belongs to nobody else.
+    # Blocks that are still written to are not given to another request.
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
     in_flight[name].set_result(True)
     engine.idle()
@@ -446,7 +448,7 @@ def test_a_server_that_hangs_during_transfers_ends_nothing(engine, server):
 
 
 def test_a_server_that_answers_late_after_it_hung_is_used_again(engine, server, monkeypatch):
-    """As on a busy machine, where no answer comes within the time after a vain wait."""
+    """A busy machine behaves in this way: after a vain wait, no answer comes in time."""
     monkeypatch.setattr(kv_connector, "PROBE_INTERVAL_S", 0.5, raising=False)
     engine.known(22)
     server.pause()
@@ -505,7 +507,9 @@ def test_a_preempted_request_is_computed_when_its_load_fails(engine, in_flight):
 
 
 def forget_worker(engine: Engine) -> None:
-    """What a server does that ends and is started again between two pings."""
+    """Make the server forget the worker: a server that is restarted between two pings has this
+    state.
+    """
     adapter = engine.worker.worker_adapter
     client, instance = adapter.req_client, adapter.instance_id
     client.unregister_kv_cache_engine_driven_context(instance).result(timeout=5)
@@ -513,7 +517,7 @@ def forget_worker(engine: Engine) -> None:
 
 
 def is_used(engine: Engine, first: int) -> None:
-    """Whether prompts are stored and loaded again, before long."""
+    """Check that prompts are soon stored and loaded again."""
 
     def loads() -> bool:
         engine.answer(engine.ask(first))
@@ -530,7 +534,7 @@ def is_used(engine: Engine, first: int) -> None:
 
 @pytest.fixture(params=["engine_driven", "lmcache_driven"])
 def copying(request, server):
-    """Engines with each way of copying: that without GPUs, and that with GPUs."""
+    """Engines with each way of copying: the one without GPUs, and the one with GPUs."""
     found = Engine(server.port, connector=QUICK | {"lmcache.mp.mp_transfer_mode": request.param})
     yield found
     found.idle()
@@ -545,7 +549,7 @@ def test_a_server_that_was_restarted_unnoticed_is_used_again(copying):
 
 
 def test_a_load_that_a_restarted_server_knows_nothing_of_ends(copying, monkeypatch):
-    """Its answer never comes, since the server that was asked has ended."""
+    """The answer to the load never comes, because the server that got the request has ended."""
     copying.known(24)
     lost = MessagingFuture()
     monkeypatch.setattr(
@@ -599,7 +603,7 @@ def test_tenants_make_no_series(engine, server):
 
 
 def _series(text: str) -> list[str]:
-    """Those lines that are not help: LMCache's help names its labels, too."""
+    """The lines without the help: LMCache's help also names its labels."""
     return [it for it in text.splitlines() if not it.startswith("#")]
 
 

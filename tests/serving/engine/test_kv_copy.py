@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our copy of KV gives what LMCache's own gives, block by block."""
+"""Our copy of KV writes the same bytes as LMCache's own, block by block."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def chunks(count, blocks_per_chunk):
 
 
 def both(monkeypatch, work):
-    """What LMCache's own copy leaves, and ours."""
+    """The results of LMCache's own copy, and of ours."""
     found = []
     for copy in (THEIRS, kv_copy.copy):
         monkeypatch.setattr(mp_mem_kernels, "_transfer_per_layer_fused", copy)

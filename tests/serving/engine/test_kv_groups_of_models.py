@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests/lmi_config/models.json says of vLLM, held to what its own classes make of the same
-configurations. After a new pin of vLLM or transformers `UPDATE=1` writes it anew.
+"""Compares tests/lmi_config/models.json with the results of vLLM's own classes for the same
+configurations. After a new pin of vLLM or transformers, `UPDATE=1` writes the file again.
 """
 
 import json
@@ -39,7 +39,7 @@ def test_vllms_classes_keep_what_is_written_down():
         FILE.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     for row, vllms in zip(rows, found, strict=True):
         for name, was in row["vllm"].items():
-            # Why one cannot be built here is not what is tested.
+            # The test does not compare why a model cannot be built here.
             assert vllms[name] == was or isinstance(was, str), (row["model"], name)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says of the KV cache of published models, held to what vLLM reads in the same files.
+"""Compares a plan's KV cache for published models with vLLM's own reading of the same files.
 
-vLLM's own converters read them, and the sizes are those of its KV cache specs. Which specs a
-model's layers have is written down here: that is in the models' code, which needs their weights.
+vLLM's own converters read them, and the sizes are those of its KV cache specs. The test lists the
+specs of a model's layers, because they are in the models' code, which needs their weights.
 """
 
 import json
@@ -162,7 +162,7 @@ def folder_of(tmp_path, config, quantized=None):
 
 
 def vllms(folder, cache_dtype):
-    """Bytes of a token by vLLM's own reading and specs."""
+    """Bytes per token by vLLM's own reading and specs."""
     config_format = "mistral" if (folder / "params.json").exists() else "hf"
     whole = get_config(folder, trust_remote_code=False, config_format=config_format)
     text = get_hf_text_config(whole)

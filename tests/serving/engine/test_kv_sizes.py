@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says that a request takes of the engine's KV cache, held to vLLM's own sums."""
+"""Compares a plan's figure for a request's share of the engine's KV cache with vLLM's own sums."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ GPT_OSS_20B = (12, 12, 128, 8, 64)
 MISTRAL_V01 = (0, 32, 4096, 8, 128)
 LLAMA_8B = (32, 0, 0, 8, 128)
 MODELS = [GEMMA3_4B, GPT_OSS_20B, MISTRAL_V01, LLAMA_8B]
-"""Layers without and with a window, the window, KV heads, their size."""
+"""Layers without and with a window, the window's length, the KV heads and their size."""
 
 
 def vllms(full, windowed, window, heads, size):
@@ -57,7 +57,7 @@ def ours(full, windowed, window, heads, size):
 @pytest.mark.parametrize("layers", MODELS)
 @pytest.mark.parametrize("length", [1, 100, 5000, 32_768, 131_072])
 def test_a_request_takes_what_vllm_sets_aside(layers, length):
-    # vLLM rounds up to blocks, and counts one more where a window begins within a block.
+    # vLLM rounds up to blocks, and adds one if a window begins within a block.
     groups = vllms(*layers)
     rounding = 2 * sum(
         len(groups[0].layer_names) * it.kv_cache_spec.page_size_bytes for it in groups

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our NixlConnector in vLLM's own scheduler: what one engine keeps, and another fetches of it. No
-byte moves: tests/e2e/test_nixl.py has real engines.
+"""Our NixlConnector in vLLM's own scheduler: the blocks that one engine keeps, and another fetches.
+No byte moves here; tests/e2e/test_nixl.py has real engines.
 """
 
 import time
@@ -32,7 +32,7 @@ CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
 class Engine:
-    """vLLM's scheduler, a step at a time."""
+    """vLLM's scheduler, run step by step."""
 
     def __init__(self) -> None:
         ours = Settings(kv_transfer_config=CONFIG)
@@ -61,7 +61,9 @@ class Engine:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
     def ask(self, params, prompt=PROMPT, salt=None, adapter=None):
-        """A step with a new request: its name, and what its prompt needs of others."""
+        """A step with a new request. Returns its name, and the blocks that it loads from another
+        engine.
+        """
         name = uuid.uuid4().hex
         extra = {"kv_transfer_params": params}
         sampling = SamplingParams(max_tokens=1, ignore_eos=True, extra_args=extra)
@@ -77,7 +79,7 @@ class Engine:
         return name, self.scheduler.schedule()
 
     def computed(self, **prompt):
-        """What leads to a prompt that it has computed."""
+        """The transfer parameters of a prompt that it has computed."""
         name, scheduled = self.ask({"do_remote_decode": True}, **prompt)
         output = ModelRunnerOutput([name], {name: 0}, [[7]])
         (of_clients,) = self.scheduler.update_from_output(scheduled, output).values()
@@ -85,7 +87,7 @@ class Engine:
         return {**answer.kv_transfer_params, RECEIVED: time.monotonic()}
 
     def fetches(self, params, **prompt) -> bool:
-        """Whether it fetches a prompt, rather than compute it."""
+        """Whether it fetches a prompt instead of computing it."""
         name, scheduled = self.ask(params, **prompt)
         fetched = name in scheduled.kv_connector_metadata.reqs_to_recv
         assert fetched != (name in scheduled.num_scheduled_tokens)
@@ -124,7 +126,7 @@ def test_another_prompt_is_not(prefills, decodes, other):
     assert not decodes.fetches(prefills.computed(**SAME), **other)
 
 
-def test_neither_is_one_that_may_be_gone(prefills, decodes):
+def test_kv_that_may_be_gone_is_not_fetched(prefills, decodes):
     params = prefills.computed()
     lease = decodes.scheduler.connector.connector_scheduler._kv_lease_duration
     assert not decodes.fetches({**params, RECEIVED: time.monotonic() - lease / 2 - 1})

@@ -42,7 +42,7 @@ def test_the_load_formats_are_vllms():
 
 
 def test_the_vision_models_that_vllm_runs_with_eagle3():
-    # By its sources: importing each model takes long, and packages that are not here.
+    # By its sources: the import of each model takes long, and needs packages that are missing here.
     spec = importlib.util.find_spec("vllm.model_executor.models")
     assert spec
     assert spec.origin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing but a request's own KV is stored, whatever vLLM does with its blocks."""
+"""Only a request's own KV is stored, whatever vLLM does with its blocks."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ NULL = 0
         ([[0, 0, 7, 8]], ([0, 0, 7, 8],), (64, [[7, 8]])),
         ([[0, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # a chunk of two blocks, null in part
         ([[5, 6, 0, 8]], ([5, 6, 0, 8],), None),
-        ([[5, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # it has left since
+        ([[5, 6, 7, 8]], ([0, 6, 7, 8],), (64, [[7, 8]])),  # it has left the window since
         ([[5, 6, 7, 8]], ([5, 9, 7, 8],), (64, [[7, 8]])),
         ([[5, 6, 7, 8]], ([5, 6, 7],), None),
         ([[5, 6, 7]], ([5, 6, 7, 8],), None),
@@ -77,7 +77,7 @@ KINDS = {
 @pytest.mark.parametrize("budget", [4096, 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_a_prompts_own_kv_is_stored_and_loaded(server, kind, budget):
-    """Known prompts grow, branch and come again, while the tiers or the engine forget them."""
+    """Known prompts grow, branch and repeat, while the tiers or the engine forget them."""
     layers, gpu_way = KINDS[kind]
     engine = Painted(server.port, layers, gpu_way, budget=budget)
     chance = random.Random(budget)
@@ -112,8 +112,8 @@ def test_only_a_prompts_own_kv_is_stored_and_loaded(server, kind, budget):
 
 @pytest.mark.parametrize("gpu_way", [False, True])
 def test_a_block_that_another_request_has_by_now_is_not_stored(server, gpu_way):
-    """A chunk's first blocks leave the window before its last ones are computed, so that
-    somebody else has got them by then.
+    """A chunk's first blocks leave the window before its last ones are computed. By then, another
+    request has got the first blocks.
     """
     engine = Painted(server.port, {"a": window(32, 64)}, gpu_way, blocks=14, budget=200)
     try:
@@ -127,7 +127,7 @@ def test_a_block_that_another_request_has_by_now_is_not_stored(server, gpu_way):
 
 
 def test_what_a_restart_costs_where_layers_keep_only_a_window(server):
-    """docs/guides/kv_cache.md: the reason for layers with a window to keep all."""
+    """docs/guides/kv_cache.md gives this reason for layers with a window to keep all KV."""
     length = 4 * window_hits.WINDOW
     off = [*window_hits.measured(server, window_hits.OFF, length)]
     on = [*window_hits.measured(server, window_hits.ON, length)]

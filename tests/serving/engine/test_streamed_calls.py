@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model writes, token by token, through vLLM's parsers: every one that a plan may choose.
+"""A model's text, token by token, through every parser of vLLM's that a plan may choose.
 
-Each format is written here after its publisher's template. The parts of an answer must be the same
-whole and streamed, however many tokens an event has; tokens that are no special ones are split, so
-the events' boundaries fall within markers too.
+Each format follows its publisher's template. An answer must have the same parts whole and streamed,
+however many tokens an event has. Tokens that are not special are split, so the events' boundaries
+also fall within markers.
 """
 
 import functools
@@ -36,8 +36,8 @@ CHUNKS = (1, 2, 3, 7)
 
 
 class Format(NamedTuple):
-    """begin, end: around all calls; call: one; between: two of them. special: markers that are
-    tokens.
+    """begin, end: the text around all calls; call: one call; between: the text between two calls.
+    special: the markers that are tokens.
     """
 
     call: str
@@ -223,12 +223,12 @@ THOUGHTS = {
     "seed_oss": ("<seed:think>", "</seed:think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-"""What stands before and after a thought."""
+"""The text before and after a thought."""
 
 UNTRIED = {"openai", "openai_gptoss", "kimi_k3"}
-"""Harmony's vocabulary is downloaded, and Kimi K3's channels are of its own tokenizer."""
+"""Harmony's vocabulary would be downloaded, and Kimi K3's channels need its own tokenizer."""
 UNTRIED_THOUGHTS = {"hunyuan_a13b", "gemma4", "olmo3"}
-"""They are told by more than a token of their models' own vocabularies."""
+"""Several tokens of their models' own vocabularies mark their thoughts."""
 
 
 @functools.cache
@@ -245,7 +245,7 @@ class Answer(NamedTuple):
 
 
 def parser_of(tools: str | None, reasoning: str | None, words: Any) -> tuple[Any, Any]:
-    """vLLM's parser, and the request as that has it."""
+    """vLLM's parser, and the request as the parser reads it."""
     body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}
     request = ChatCompletionRequest(**body)
     kind = ParserManager.get_parser(
@@ -277,7 +277,7 @@ def streamed(tools: str | None, reasoning: str | None, words: Any, text: str, si
     arguments: dict[int, str] = {}
     for start in range(0, len(tokens), size):
         seen = words.decode(tokens[: start + size], skip_special_tokens=request.skip_special_tokens)
-        seen = seen.rstrip("\ufffd")  # half of a letter waits, as in vLLM's detokenizer
+        seen = seen.rstrip("\ufffd")  # half of a character waits, as in vLLM's detokenizer
         delta = parser.parse_delta(
             seen[len(sent) :],
             tokens[start : start + size],
@@ -312,7 +312,7 @@ def test_every_parser_is_tried():
 @pytest.mark.parametrize("name", TOOLS)
 @pytest.mark.parametrize("size", [0, *CHUNKS])
 def test_calls_of_tools(name, count, size):
-    """size: tokens of an event, or 0 where the answer is whole."""
+    """size: tokens of an event, or 0 for a whole answer."""
     form = TOOLS[name]
     if (count > 1 and not form.several) or (size and name in chat.STREAMED_BADLY):
         return
@@ -325,7 +325,7 @@ def test_calls_of_tools(name, count, size):
 
 @pytest.mark.parametrize("name", chat.STREAMED_BADLY)
 def test_a_plan_warns_of_streams_that_are_still_wrong(name):
-    """Where this fails, vLLM has mended it: its entry is to go."""
+    """If this fails, vLLM has mended it: remove its entry."""
     words, text = tokenizer(*TOOLS[name].special), TOOLS[name].text(1)
     expected = Answer("", "", [("get_weather", ASKED[0])])
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that are written where vLLM puts them. That their events are vLLM's own is tested in front
-of an engine (tests/e2e/test_calls.py).
+"""Tokens are written to the client where vLLM produces them. tests/e2e/test_calls.py checks with an
+engine that their events equal vLLM's own.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def test_every_character_is_written_as_vllm_writes_it():
 
 
 class Told:
-    """A detokenizer that is told of texts."""
+    """A detokenizer whose texts the test sets."""
 
     text = ""
 
@@ -69,12 +69,12 @@ class Told:
 
 
 class Client:
-    """A stream to a client, which takes it while it keeps up: its sink, and its answer."""
+    """A stream to a client, which accepts events while it keeps up: its sink, and its answer."""
 
     task: asyncio.Task[None]
 
     def __init__(self, stream: Callable[[Any], Stream] | None = None) -> None:
-        """stream: makes it of vLLM's results."""
+        """stream: renders vLLM's results."""
         self.keeps_up, self.fails = True, False
         self.read = asyncio.Event()
         self.got: list[str] = []
@@ -99,7 +99,7 @@ class Client:
         self.stream.begin(self.state, asked)
 
     async def results(self):
-        """As vLLM takes them of their queue."""
+        """The results, as vLLM takes them from their queue."""
         ended = False
         while not ended:
             result = self.queue.get_nowait() or await self.queue.get()
@@ -125,7 +125,7 @@ class Client:
             self.got.append(result.outputs[0].text)
 
     async def feed(self, *texts, end=None):
-        """vLLM has read these. The stream's task runs after the last one."""
+        """Deliver these outputs as vLLM does. The stream's task runs after the last one."""
         for text in texts:
             self.texts.text += text
             if result := self.state.make_request_output([1], None, end, None):
@@ -160,7 +160,7 @@ async def test_tokens_of_a_client_that_does_not_keep_up_are_joined(client):
     await client.feed("c", "d")
     assert client.got == ["-", "a"]
     client.keeps_up = True
-    await client.feed("e")  # its task has not gone on yet
+    await client.feed("e")  # its task has not run yet
     assert client.got == ["-", "a"]
     client.read.set()
     await client.feed()
@@ -221,7 +221,7 @@ def test_arrays_are_decoded_as_by_vllm():
             rng.random((tokens, count), np.float32),
             np.arange(tokens),
         )
-        for tokens, count in ((1, 1), (2, 3), (1, 200), (0, 1))  # 200 come in a frame of their own
+        for tokens, count in ((1, 1), (2, 3), (1, 200), (0, 1))  # 200 take a separate frame
     ]
     outputs = [EngineCoreOutput("a", [1], it) for it in logprobs]
     frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, timestamp=1.0))
@@ -248,8 +248,8 @@ LMI = {"inputs": "a", "stream": True}
 
 @pytest.mark.parametrize("path", ["/invocations", COMPLETIONS])
 async def test_a_token_takes_four_stays_without_a_return(path):
-    """From vLLM's output to the client's connection. LMI's own renderer (handlers/) is no room of
-    the server: the relay asks it for the line, and writes that.
+    """From vLLM's output to the client's connection. LMI's own renderer (handlers/) is not part of
+    the server: the relay asks it for the line, and writes the line.
     """
     walks: list[list[str]] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reports in docs/upstream still hold for the installed versions. Where one does not, its
+"""The reports in docs/upstream still hold for the installed versions. If one no longer holds, its
 defence in serving/engine/patches may be superfluous.
 """
 

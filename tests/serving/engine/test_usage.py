@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's own output processor tells of tokens and of adapters, without an engine behind it."""
+"""Counts of tokens and of adapters by vLLM's own output processor, without an engine behind it."""
 
 import time
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ class Counted:
         self.client = CallClient(client, call, self.usage, self.calls, lambda: self.prefilled)
 
     def add(self, made, *rest):
-        """Have the engine asked for one of the call's requests."""
+        """Add one of the call's requests to the engine."""
         made.external_req_id = self.client.generate(None, None, made.external_req_id)
         self.processor.add_request(made, *rest)
 
@@ -147,14 +147,14 @@ def test_adapters_have_their_public_names_in_vllms_series():
 
 
 def test_what_is_computed_of_a_prompt_whose_client_leaves_is_about_known(monkeypatch):
-    """vLLM computes long prompts in chunks, and tells of none before the first token."""
+    """vLLM computes long prompts in chunks, and reports none before the first token."""
     clock = 100.0
     monkeypatch.setattr("serving.engine.calls.time.monotonic", lambda: clock)
     counted = Counted()
     usage, it = counted.usage, counted.processor
     counted.add(request("long", tokens=1000), None)
     clock += 1
-    assert usage.tokens == Tokens()  # none has been computed yet
+    assert usage.tokens == Tokens()  # no chunk is computed yet
     counted.prefilled = Prefilled(10, 4000, 20)
     assert usage.tokens == Tokens(200)
     clock += 100

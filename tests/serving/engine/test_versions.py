@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of vLLM and LMCache: which are supported, and what a start makes of others."""
+"""Versions of vLLM and LMCache: which are supported, and how a start treats others."""
 
 import asyncio
 import logging
@@ -74,7 +74,7 @@ def test_a_start_is_refused_with_a_version_that_does_not_work(monkeypatch):
         asyncio.run(vllm.load(lambda *_: None))
 
 
-def test_what_has_moved_is_found_where_it_is():
+def test_moved_names_are_found_at_their_present_place():
     assert moved.cli_args().make_arg_parser
     assert moved.chat_utils().MM_PARSER_MAP
     assert getattr(moved.chat_utils(), "TEXT_PART_TYPES", moved.TEXT_PART_TYPES) == (
@@ -89,7 +89,7 @@ def test_one_place_is_enough(monkeypatch, place):
     assert moved.cli_args().dumps
 
 
-def test_what_is_nowhere_is_named(monkeypatch):
+def test_a_module_that_is_nowhere_is_named(monkeypatch):
     monkeypatch.setitem(moved.PLACES, "cli_args", ("no_such.json", "no_such.other"))
     with pytest.raises(ModuleNotFoundError, match=r"no_such\.json, no_such\.other"):
         moved.cli_args()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients can reach of vLLM's request models: a new vLLM's additions fail here.
+"""The fields of vLLM's request models that clients can reach: a new vLLM's additions fail here.
 
-Who finds this test red after an update of vLLM asks of each new field what a client could make of
-it, and gives it a limit in serving/inference/content/checks.py, or its reason here.
+After an update of vLLM, check each new field that this test reports: if clients could misuse it,
+add a limit in serving/inference/content/checks.py; otherwise add a reason here.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ LIMITED = {
     *("system", "top_k", "stream_interval", "priority"),
     *("instruction", "max_tokens_per_query", "max_tokens_per_doc"),
 }
-"""By serving/inference/content/checks.py."""
+"""Limited by serving/inference/content/checks.py."""
 
 REWRITTEN = {
     "cache_salt": "the engine gets a digest",
@@ -152,10 +152,10 @@ NESTED = {
     "AnthropicThinkingConfigDisabled": "thinking",
     "AnthropicThinkingConfigAdaptive": "thinking",
 }
-"""Models within a field that is limited as a whole, however its own fields are."""
+"""Models within a field that has a limit as a whole, whatever their own fields are."""
 FIELDS = {
     "RepetitionDetectionParams": {"max_pattern_size", "min_pattern_size", "min_count"},
-    # What a message has becomes a part of the prompt.
+    # The content of a message becomes a part of the prompt.
     "CustomChatCompletionMessageParam": {
         *("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "tools", "task")
     },
@@ -169,7 +169,7 @@ FIELDS = {
     "ScoreMultiModalParam": {"content"},
     "AudioURL": {"url"},
     "VideoURL": {"url"},
-    "PILImage": {"image_pil"},  # no JSON makes one
+    "PILImage": {"image_pil"},  # JSON cannot express it
     "CustomThinkCompletionContentParam": {"thinking", "closed", "type"},
     "CustomChatCompletionContentToolReferenceParam": {"name", "type"},
     "ChatCompletionContentPartPromptEmbedsParam": {"data", "type"},
@@ -190,14 +190,14 @@ NOT_OF_REQUESTS = {
     "trace_decode_token_ids",
 }
 POOLING = {
-    *("use_activation", "dimensions"),  # the others are no request's to set
+    *("use_activation", "dimensions"),  # no request can set the others
     *("step_tag_id", "returned_token_ids", "task", "requires_token_ids", "output_kind"),
     *("skip_reading_prefix_cache", "late_interaction_params", "extra_kwargs"),
 }
 
 
 def fields_of(kind: Any) -> dict[str, Any] | None:
-    """A model's fields and their types; None for what is no model of vLLM's."""
+    """A model's fields and their types; None if it is not a model of vLLM's."""
     if not inspect.isclass(kind) or not kind.__module__.startswith("vllm"):
         return None
     if hasattr(kind, "model_fields"):
@@ -209,7 +209,7 @@ def fields_of(kind: Any) -> dict[str, Any] | None:
 
 
 def models(*roots: Any) -> dict[Any, dict[str, Any]]:
-    """vLLM's models that are reached from these types, with their fields."""
+    """vLLM's models that these types can reach, with their fields."""
     found: dict[Any, dict[str, Any]] = {}
     left = [*roots]
     while left:
@@ -270,7 +270,7 @@ def test_formats_of_pictures():
 
 
 def test_parts_of_messages():
-    # Embedded prompts have neither a uuid nor a cache, and operators have to allow them.
+    # Embedded prompts have neither a uuid nor a cache, and operators must allow them.
     known = {*media._BY_TYPE, *TEXT_PART_TYPES, "tool_reference", "prompt_embeds"}
     assert known == MM_PARSER_MAP.keys()
 
@@ -326,6 +326,6 @@ def test_a_request_for_embeddings_is_read_as_one_kind(body):
 
 
 def test_every_field_of_a_completion_is_a_parameter_of_lmis():
-    """A field that a later vLLM adds would be told to have no effect."""
+    """The server would claim that a field of a later vLLM has no effect."""
     fields = CompletionRequest.model_fields.keys()
-    assert fields - lmi.PASSED == {"model", "stream"}  # which stand beside the parameters
+    assert fields - lmi.PASSED == {"model", "stream"}  # these two are outside of `parameters`

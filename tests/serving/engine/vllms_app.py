@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own HTTP routes, which Slipway does not call, to compare answers with; errors in the words
-that Slipway has for them.
+"""vLLM's own HTTP routes, which Slipway does not call, for the comparison of answers. Errors have
+Slipway's texts.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
 
 
 def generating(state: Any = None) -> FastAPI:
-    """The routes of a model that generates. state: that of an engine."""
+    """The routes of a generating model. state: that of an engine."""
     from vllm.entrypoints.generate.api_router import register_generate_api_routers
 
     Request.own = lambda self, serving: serving  # type: ignore[attr-defined]  # as calls.StandIn

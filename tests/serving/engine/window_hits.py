@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What windows lose of a tier's hits with vLLM's hybrid manager on, against the manager off.
+"""Counts the hits of a tier that windows lose with vLLM's hybrid manager on, compared with it off.
 
-With it on, blocks that have left a window are freed, and chunks that held them are never stored;
-with it off, layers with windows keep all, and so does a tier. vLLM's scheduler, Slipway's connector
-and LMCache's server run here; only the model is missing. KV is copied as on GPUs: by the server, a
-block of 32 tokens in a chunk of 128. Windows have 128 tokens and are in two of three layers.
-Prompts of 1, 4 and 16 windows are computed in steps of 512 tokens, four at once:
+With it on, blocks that have left a window are freed, and chunks that held them are never stored.
+With it off, layers with windows keep all KV, and the tier also does. vLLM's scheduler, Slipway's
+connector and LMCache's server run here; only the model is missing. The server copies KV, as on
+GPUs: a chunk of 128 tokens has blocks of 32. Windows have 128 tokens, and two of three layers have
+one. Prompts of 1, 4 and 16 windows are computed in steps of 512 tokens, four at once. The cases:
 
-    eviction    the engine has lost the prompts, the tier has what was stored
-    restart     the tier had lost all while the engine had it; the prompts were asked again, and
-                then the engine lost them too
-    again       the same once more: what was computed anew is stored
+    eviction    the engine has lost the prompts, the tier has the stored chunks.
+    restart     the tier had lost all KV while the engine had it; the prompts were repeated, and
+                then the engine also lost them.
+    again       the same once more: the KV that was computed again is stored.
 
-Each prompt is asked with another end. Printed are the tokens from the tier, of those that could
-have come from there, and the share that is lost with the manager on.
+Each repeat of a prompt has another end. The program prints the number of tokens from the tier, the
+number that could have come from there, and the share that the manager loses.
 """
 
 import sys
@@ -31,7 +31,7 @@ from tests.serving.engine.test_kv_connector import Server
 WINDOW, BLOCK, CHUNK, STEP = 128, 32, 128, 512
 PROMPTS, END = 4, 40
 LENGTHS = (1, 4, 16)
-"""Of prompts, in windows."""
+"""Lengths of the prompts, in windows."""
 CASES = ("eviction", "restart", "again")
 ON: Mapping[str, KVCacheSpec] = {
     "full": full(BLOCK),
@@ -40,7 +40,7 @@ ON: Mapping[str, KVCacheSpec] = {
 }
 OFF: Mapping[str, KVCacheSpec] = {"all": full(BLOCK)}
 BLOCKS = 6000
-"""Of the engine's own cache: in the case "restart" it has to have all prompts still."""
+"""Blocks of the engine's own cache: in the case "restart" it must still have all prompts."""
 
 
 class Counting(Painted):
@@ -57,7 +57,9 @@ class Counting(Painted):
                 self.hits += it.op.end - it.op.start - it.op.skip_first_n_tokens
 
     def asked(self, length: int, end: int) -> int:
-        """Ask the prompts of a length, with this end, at once. The tokens from the tier."""
+        """Send the prompts of a length, with this end, at once. Returns the number of tokens from
+        the tier.
+        """
         before = self.hits
         for number in range(PROMPTS):
             prompt = [number, *range(length - 1), *([end] * END)]
@@ -70,8 +72,8 @@ class Counting(Painted):
 
 
 def measured(server: Server, layers: Mapping[str, KVCacheSpec], length: int) -> Iterator[int]:
-    """The tokens from the tier in each of CASES. Raises AssertionError where what was stored or
-    loaded was wrong, or the engine did not have the prompts after the restart.
+    """The tokens from the tier in each of CASES. Raises AssertionError if a stored or loaded block
+    was wrong, or if the engine had lost the prompts after the restart.
     """
     engine = Counting(server.port, layers)
     forget = engine.scheduler.reset_prefix_cache

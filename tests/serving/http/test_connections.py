@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 on the wire: what cannot be read, has no end or comes too slowly. Only the engine is a
-fake.
+"""HTTP/1.1 on the wire: unreadable requests, endless ones and slow ones. Only the engine is
+a fake.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n10\r\n" + BODY + b"\r\n"
 
 
 class Connection:
-    """A client's, byte by byte."""
+    """A client's connection, used byte by byte."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -45,7 +45,7 @@ class Connection:
         self.writer.write(data)
 
     async def answer(self) -> tuple[int, dict[str, str], Any]:
-        """The next answer's status, headers and body, of which the length has to be given."""
+        """The next answer's status, headers and body. The answer must declare its length."""
         async with asyncio.timeout(20):
             first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = dict(line.lower().split(": ", 1) for line in lines if line)
@@ -54,7 +54,7 @@ class Connection:
         return int(first.split()[1]), headers, json.loads(body)
 
     async def closed(self) -> bool:
-        """Wait for the connection's end; whether nothing came before it."""
+        """Wait for the connection's end. Returns whether no bytes came before it."""
         async with asyncio.timeout(20):
             with contextlib.suppress(ConnectionError):
                 return not await self.reader.read()
@@ -100,7 +100,9 @@ def message(answer: Any) -> str:
     ],
 )  # fmt: skip
 async def test_a_client_of_http_1_0_gets_plain_bodies(shared, first, lines, body, end):
-    """RFC 9112, 6.1: no chunks; RFC 9110, 10.1.1: no 100 Continue. The connection's end ends it."""
+    """RFC 9112, 6.1: no chunks; RFC 9110, 10.1.1: no 100 Continue. The end of the connection ends
+    the body.
+    """
     async with connected(shared) as client:
         size = b"content-length: %d\r\n" % len(body) if body else b""
         client.send(first + b" HTTP/1.0\r\nhost: x\r\n" + size + lines + b"\r\n" + body + PING)
@@ -111,7 +113,7 @@ async def test_a_client_of_http_1_0_gets_plain_bodies(shared, first, lines, body
     assert b"transfer-encoding" not in head.lower()
     assert b"connection: close" in head.lower()
     assert (blank + content).endswith(end)
-    assert found.count(b"HTTP/1.1 ") == 1  # what was sent ahead is not answered
+    assert found.count(b"HTTP/1.1 ") == 1  # the request that the client sent ahead is not answered
     assert not content[:1].isdigit()
 
 
@@ -153,7 +155,7 @@ async def test_a_head_without_end_is_431(shared, beginning, more):
 
 
 async def test_a_head_that_is_whole_has_the_same_limit(shared):
-    """Also where it comes in one packet."""
+    """Even if it comes in one packet."""
     for size, status in ((MAX_HEAD - 500, 200), (MAX_HEAD, 431)):
         answer = await shared.invoke({"inputs": "a"}, headers={"x-long": "a" * size})
         assert answer.status_code == status
@@ -171,7 +173,7 @@ async def test_ordinary_heads_pass(shared):
         assert (await it.answer())[0] == 200
 
 
-# what is no HTTP
+# invalid HTTP
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ async def test_a_trailer_is_no_header(shared):
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
 async def test_an_upgrade_is_not_taken_up(shared, protocol, caplog):
-    """The request is answered as it stands, and the connection goes on."""
+    """The request gets its normal answer, and the connection continues."""
     caplog.set_level(logging.INFO)
     upgrade = (
         b"connection: upgrade, http2-settings\r\nupgrade: %b\r\nsec-websocket-version: 13\r\n"
@@ -284,7 +286,7 @@ async def test_head_is_answered_where_get_is(shared):
     ids=["answer", "ping", "head", "stream", "last", "refused"],
 )
 async def test_a_head_is_written_with_what_follows_it(shared, monkeypatch, request_):
-    """Two writes take the kernel twice the time of one."""
+    """The kernel takes twice as long for two writes."""
     written: list[bytes] = []
 
     class Kept:
@@ -315,7 +317,9 @@ async def test_a_head_is_written_with_what_follows_it(shared, monkeypatch, reque
 
 
 async def test_what_is_written_as_the_client_leaves_is_no_fault(served, monkeypatch, caplog):
-    """A transport of uvloop's that has just been closed refuses it, before connection_lost."""
+    """A transport of uvloop's that has just been closed refuses the write, before
+    connection_lost.
+    """
     closed = asyncio.Event()
 
     class Leaving:
@@ -430,7 +434,7 @@ async def test_a_body_that_is_not_sent_to_its_end_is_408(hasty, trickles, path):
 async def test_a_slow_body_is_waited_for(hasty):
     async with connected(hasty) as it:
         it.send(POST + b"content-length: 30000\r\n\r\n")
-        for _ in range(5):  # 3 s, thrice the time in which nothing may come
+        for _ in range(5):  # 3 s, thrice the longest silence allowed
             it.send(b" " * 5_990)
             await asyncio.sleep(0.6)
         it.send(b" " * (50 - len(BODY)) + BODY)
@@ -439,7 +443,7 @@ async def test_a_slow_body_is_waited_for(hasty):
 
 @pytest.mark.parametrize("waits", [False, True])
 async def test_time_in_which_the_server_does_not_read_does_not_count(monkeypatch, waits):
-    """waits: whether the client waits to be asked for the body."""
+    """waits: whether the client waits for a 100 Continue before it sends the body."""
     monkeypatch.setattr(connections, "BEHIND_S", 2.5)
     reads = asyncio.Event()
 
@@ -461,7 +465,7 @@ async def test_time_in_which_the_server_does_not_read_does_not_count(monkeypatch
     reads.set()
     if waits:
         assert b" 100 " in await it.reader.readuntil(b"\r\n\r\n")
-    await asyncio.sleep(1.3)  # so that the server looks for what is late
+    await asyncio.sleep(1.3)  # so that the server checks for late clients
     if waits:
         it.send(b"a" * 900_000)
     it.send(b"a" * 100_000)
@@ -493,7 +497,7 @@ async def test_a_body_that_is_being_sent_does_not_hold_up_the_end(served, caplog
         assert (status, message(told)) == (503, "the server is stopping")
         assert await it.closed()
     await asyncio.wait_for(served.task, 15)
-    assert "Cancel" not in caplog.text  # as uvicorn says of what it waited for in vain
+    assert "Cancel" not in caplog.text  # uvicorn logs this about tasks that it cancels
 
 
 # number

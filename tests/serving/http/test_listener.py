@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections from `accept` on: `serve` and `route` as processes with uvloop and few descriptors,
-with TLS and without, and clients that say nothing.
+with and without TLS, and clients that send nothing.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 class Door:
-    """A listener of a process of its own, and how clients reach it."""
+    """A server in a separate process, and its address."""
 
     def __init__(self, verb: str, folder: Path | None, log: Path, **settings: object) -> None:
         if folder:
@@ -65,7 +65,7 @@ class Door:
         return httpx.Client(base_url=self.url, verify=self.verify, timeout=20, trust_env=False)
 
     def get(self, path: str) -> int:
-        """The status of an answer on a connection of its own; 0 where there is none."""
+        """The status of an answer on a separate connection; 0 if there is no answer."""
         with self.client() as client:
             try:
                 return client.get(path).status_code
@@ -126,7 +126,7 @@ async def door(verb, encrypted, folder, tmp_path):
 
 
 async def test_connections_that_say_nothing_count_from_accept(door):
-    """More of them than there are descriptors."""
+    """More connections than descriptors."""
 
     def attack():
         with contextlib.ExitStack() as kept:
@@ -144,7 +144,7 @@ async def test_connections_that_say_nothing_count_from_accept(door):
 
 
 async def test_where_no_descriptor_is_left_ping_is_answered_and_what_runs_goes_on(door):
-    """They are used up by something else than connections."""
+    """Files, not connections, use up the descriptors."""
     release = asyncio.Event()
 
     async def answer(replica, asked, writer):
@@ -215,7 +215,7 @@ def leave(it: socket.socket, how: str) -> None:
 
 
 def attack(door: Door, content: bytes, how: str, *, inside: bool) -> None:
-    """Send this, and leave. inside: after a handshake."""
+    """Send these bytes, and leave. inside: after a handshake."""
     plain = door.silent()
     plain.settimeout(7)  # longer than a handshake has
     with contextlib.suppress(OSError):
@@ -230,7 +230,9 @@ def attack(door: Door, content: bytes, how: str, *, inside: bool) -> None:
 
 
 async def test_whatever_clients_send_first(door, encrypted):
-    """Over TLS and instead of it, and however they leave. Some close before they are accepted."""
+    """Over TLS and without it, with every way of leaving. Some clients close before the server
+    accepts them.
+    """
     before = await asyncio.to_thread(lambda: door.descriptors)
 
     def attacked():
@@ -254,7 +256,7 @@ async def test_whatever_clients_send_first(door, encrypted):
 
 
 async def test_a_handshake_has_five_seconds(verb, folder, tmp_path):
-    """Also one of which a byte comes now and then."""
+    """A handshake that sends a byte now and then gets no more time."""
 
     def slow():
         with opened(verb, folder, tmp_path / "log", router_replicas="http://127.0.0.1:1") as door:

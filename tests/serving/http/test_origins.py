@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of web pages, which browsers send wherever a page is from. Only the engine is a fake."""
+"""Requests of web pages: browsers send them to any server, wherever a page is from. Only the engine
+is a fake.
+"""
 
 import socket
 
@@ -94,7 +96,7 @@ async def test_origins_that_are_allowed_may_call():
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example"])
 async def test_no_page_reaches_the_loopback_address_by_a_name_of_its_own(shared, routed, host):
-    """DNS rebinding: its origin is ours then."""
+    """DNS rebinding makes the page's origin equal to ours."""
     for it in (shared, routed):
         headers = {"host": host, "origin": f"http://{host}"}
         for method, path in (("POST", "/invocations"), ("GET", "/metrics")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS of the server and the router, with real certificates that are swapped under load."""
+"""TLS of the server and the router, with real certificates that are replaced under load."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two folders with a certificate each, both by the first one's authority."""
+    """Two folders with a certificate each, both signed by the first folder's authority."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     certify(one)
     shutil.copytree(one, two, dirs_exist_ok=True)
@@ -49,7 +49,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def files(folders, tmp_path, monkeypatch):
-    """The first certificate where it can be swapped, as options."""
+    """Copies of the first certificate's files, which the test can replace, as options."""
     monkeypatch.setattr(follow, "LOOK_S", 0.01)
     for name in ("own.pem", "own.key", "ca.pem"):
         shutil.copy(folders[0] / name, tmp_path)
@@ -68,14 +68,14 @@ def client(it, ca, **more):
 
 
 def shown(port):
-    """Whose certificate a new connection is shown, by openssl."""
+    """The subject of the certificate that a new connection gets, by openssl."""
     command = ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", "-servername", "localhost"]
     found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return "second" if "CN=second" in found.stdout.replace(" ", "") else "first"
 
 
 async def swapped_under_load(ask, port, folders, tmp_path):
-    """Swap the certificate while requests are under way. Returns their statuses."""
+    """Replace the certificate while requests are in flight. Returns their statuses."""
     statuses, stop = [], asyncio.Event()
 
     async def asking():
@@ -124,7 +124,7 @@ async def test_a_servers_certificate_is_swapped_and_no_request_lost(
 
 
 async def test_the_router_speaks_tls_both_ways(files, folders, tmp_path):
-    """In front of an encrypted server, whose authority it knows, and to clients."""
+    """It trusts the server's authority, and encrypts connections to clients."""
     ca = str(tmp_path / "ca.pem")
     async with running(wait=False, **files) as server:
         replica = server.url.replace("http://127.0.0.1", "https://localhost")
@@ -202,7 +202,7 @@ def clients(tmp_path_factory):
 
 
 class TlsClient:
-    """One that keeps its context, so that it can take up a session."""
+    """A client that keeps its context, so that it can resume a session."""
 
     def __init__(self, port, ca, clients, n, version):
         self.port = port
@@ -222,7 +222,7 @@ class TlsClient:
             raise
 
     def ask(self, *, resumed=False):
-        """The status that it gets, 0 where it gets none."""
+        """The status of its answer; 0 if it gets none."""
         if not resumed:
             self.session = None
         try:
@@ -239,7 +239,7 @@ class TlsClient:
 
 @contextlib.asynccontextmanager
 async def either(verb, **options):
-    """`serve` or `route`, and its port."""
+    """The port of `serve` or `route`."""
     if verb == "serve":
         async with running(wait=False, **options) as it:
             yield httpx.URL(it.url).port
@@ -264,7 +264,9 @@ def put(path, content, *, renamed):
 async def test_an_authority_that_is_taken_out_lets_nobody_in(
     files, tmp_path, clients, caplog, verb, version, bundled
 ):
-    """Neither by a handshake nor by a session from before. bundled: both were there."""
+    """Neither by a handshake nor by an earlier session. bundled: the file had both authorities
+    before.
+    """
     caplog.set_level(logging.INFO)
     ca = [(clients / f"ca{n}.pem").read_bytes() for n in (1, 2)]
     followed = tmp_path / "clients.pem"
@@ -294,7 +296,9 @@ async def test_an_authority_that_is_taken_out_lets_nobody_in(
 async def test_connections_that_a_lost_authority_let_in_end(
     files, tmp_path, clients, monkeypatch, verb
 ):
-    """An idle one at once, one on which nothing is asked in time, too; another client's stays."""
+    """An idle connection ends at once, and one with an unfinished request ends soon after. Another
+    client's connection stays.
+    """
     monkeypatch.setattr(listener, "RETIRED_S", 1.0)
     ca = [(clients / f"ca{n}.pem").read_bytes() for n in (1, 2)]
     followed = tmp_path / "clients.pem"
@@ -334,7 +338,7 @@ async def test_connections_that_a_lost_authority_let_in_end(
 
 
 def test_what_an_authority_has_signed(clients, tmp_path):
-    """Also one that another has signed; one without its own is none."""
+    """Intermediate authorities count if their root authority is also in the file."""
     for command in (
         "req -newkey rsa:2048 -nodes -keyout mid.key -out mid.csr -subj /CN=middle",
         f"x509 -req -in mid.csr -CA {clients}/ca1.pem -CAkey {clients}/ca1.key -CAcreateserial "
@@ -394,7 +398,7 @@ async def test_what_cannot_be_used_changes_nothing(files, folders, tmp_path, cap
 async def test_a_certificate_that_is_about_to_expire(files, folders, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(tls_module, "CHECK_S", 0.01)
     start = datetime.now(UTC)
-    clock = [start - timedelta(days=18)]  # it is valid for two more than that
+    clock = [start - timedelta(days=18)]  # it is valid until two days after start
     tls = ServerTls(Settings(**files), now=lambda: clock[0])
     following = asyncio.create_task(tls.follow())
     warned = []

@@ -53,7 +53,7 @@ async def test_a_retry_gets_the_answer_of_the_first(served, deduplicated):
             assert (await it).json()["choices"][0]["text"] == f"{path} wait"
     assert len(served.engine.bodies) == 2
     assert await deduplicated() == 4
-    # What has been answered is forgotten.
+    # Answered requests are forgotten.
     assert (await ask(served, **{ID: "1"})).status_code == 200
     assert (await ask(served, **{ID: "1"})).status_code == 200
     assert len(served.engine.bodies) == 4

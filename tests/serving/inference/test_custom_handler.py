@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Custom handlers, the `handle` of a model.py: hung, slow, without a status, with secrets to keep.
+"""Custom handlers, the `handle` of a model.py: hung, slow, without a status, with secrets.
 
-Each is a real process behind a real server over a fake engine.
+Each is a real process behind a real server with a fake engine.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ async def handling(tmp_path, text, seconds=3, properties=None, **settings):
 
 
 def processes():
-    """Those of a model.py that are there. Other tests may have left servers of theirs running."""
+    """The running processes of a model.py. Other tests may have left servers running."""
     there = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -85,7 +85,9 @@ async def answered_by(it, **body):
 
 
 async def test_a_hung_handle_wedges_nothing(tmp_path):
-    """The request's limit and the handler's own are the same, as OPTION_PREDICT_TIMEOUT has it."""
+    """The limits of the request and of the handler are equal, as OPTION_PREDICT_TIMEOUT
+    sets them.
+    """
     async with handling(tmp_path, HUNG, 3, predict_timeout=3) as it:
         first = await answered_by(it)
         assert (await it.invoke({"do": "hang"})).status_code == 504
@@ -121,7 +123,7 @@ async def test_the_server_stops_though_a_handle_hangs(tmp_path):
 
 
 async def test_calls_that_a_hung_one_keeps_out_are_answered_by_the_next_process(tmp_path):
-    """They had not begun: the hung call has the event loop."""
+    """These calls had not begun: the hung call occupies the event loop."""
     async with handling(tmp_path, HUNG, 2) as it:
         first = await answered_by(it)
         hung = asyncio.create_task(it.invoke({"do": "hang"}))
@@ -133,7 +135,7 @@ async def test_calls_that_a_hung_one_keeps_out_are_answered_by_the_next_process(
 
 
 async def test_a_handle_that_blocks_within_its_limit_keeps_its_process(tmp_path):
-    """Others leave meanwhile, and one of those that wait takes longer than it may."""
+    """Other clients leave meanwhile, and one of the waiting calls exceeds its limit."""
     async with handling(tmp_path, HUNG, 4) as it:
         first = await answered_by(it)
         blocking = asyncio.create_task(it.invoke({"do": "block", "seconds": 2}))
@@ -189,7 +191,7 @@ async def test_ping_tells_of_a_handler_that_can_never_work(tmp_path):
     async with handling(tmp_path, HUNG, 0.5) as it:
         for _ in range(user_code.LOSSES):
             assert (await it.client.get("/ping")).status_code == 200
-            await until_async(processes)  # a new one may not be there yet on a slow machine
+            await until_async(processes)  # on a slow machine, the next process may not be there yet
             before = processes()
             assert (await it.invoke({"do": "hang"})).status_code == 424
             await until_async(lambda before=before: not {*before} & {*processes()})
@@ -223,7 +225,7 @@ async def handle(inputs):
             while (answer := await pinged()).status_code == 200:
                 await asyncio.sleep(0.01)
         assert "RuntimeError: no GPU (model.py, line 6)" in answer.json()["detail"]
-        flag.unlink()  # nobody asks, and it comes back
+        flag.unlink()  # there are no calls, and it comes back
         async with asyncio.timeout(20):
             while (await pinged()).status_code != 200:
                 await asyncio.sleep(0.01)
@@ -243,7 +245,9 @@ async def handle(inputs):
 
 
 async def test_the_operators_options_come_before_clients_headers(tmp_path):
-    """Files initialise themselves from them, and may run code that comes with a model."""
+    """Handlers' files initialise themselves from the operator's options, and may run code that
+    comes with a model.
+    """
     properties = {"model_id": "/opt/ml/model", "trust_remote_code": "false"}
     evil = {"model_id": "evil/repo", "Trust_Remote_Code": "true", "Model_Dir": "/tmp/evil"}
     async with handling(tmp_path, SERVICE, properties=properties) as it:
@@ -336,7 +340,7 @@ async def handle(inputs):
 
 
 async def test_a_stream_is_held_back_where_its_client_is_slow(tmp_path, monkeypatch):
-    """And no other call of the process waits for that client."""
+    """No other call of the process waits for that client."""
     made = tmp_path / "made"
     monkeypatch.setenv("MADE", str(made))
     async with handling(tmp_path, FLOOD, 30) as it:
@@ -346,12 +350,12 @@ async def test_a_stream_is_held_back_where_its_client_is_slow(tmp_path, monkeypa
         writer.write(b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % 12)
         writer.write(body)
         await until_async(made.exists)
-        for _ in range(10):  # they go on though the other does not
+        for _ in range(10):  # these calls continue although the other one waits
             assert (await it.invoke({"flood": 0})).text == "alone\n"
         before = -1
         while before != (before := int(made.read_text() or 0)):
             await asyncio.sleep(0.5)
-        assert before < 30  # of 400 MiB, beside what the sockets take
+        assert before < 30  # out of 400 MiB, besides the bytes in the sockets
         size = 0
         async with asyncio.timeout(30):
             while size < 400 * 2**20:
@@ -373,7 +377,7 @@ async def test_what_is_no_status(tmp_path, code):
 
 @pytest.mark.parametrize("code", [204, 304])
 async def test_a_status_without_a_body(tmp_path, code):
-    """What comes after it on the connection is the next answer."""
+    """Bytes after it on the connection would be read as the next answer."""
     text = (
         "from djl_python import Output\nasync def handle(inputs):\n"
         f"    return None if inputs.is_empty() else Output({code}).add('body')\n"
@@ -392,7 +396,7 @@ async def test_a_status_without_a_body(tmp_path, code):
 
 
 async def test_a_request_that_is_cancelled_is_cancelled(tmp_path):
-    """As uvicorn does it at the end: whoever cancels has to see it."""
+    """uvicorn does this at the end: whoever cancels a request must see it cancelled."""
     async with handling(tmp_path, HUNG, 30) as it:
         body = json.dumps({"do": "wait", "until": str(tmp_path / "never")}).encode()
         messages = [{"type": "http.request", "body": body}]
@@ -417,7 +421,7 @@ async def test_a_request_that_is_cancelled_is_cancelled(tmp_path):
 
 
 async def test_a_sync_formatter_that_hangs_for_nobody_gives_way(tmp_path, monkeypatch):
-    """Its thread cannot be ended, and there are so many of them."""
+    """Threads cannot be ended, and their number is limited."""
     monkeypatch.setattr(user_code, "LEFT_S", 0.5)
     text = """
 import os, time
@@ -473,7 +477,7 @@ async def handle(inputs):
 
 
 async def test_the_end_of_a_process_is_noticed_although_its_child_lives(tmp_path):
-    """The child has its connection and its output open."""
+    """The child still has its connection and its output open."""
     async with handling(tmp_path, FORKING, seconds=30) as it:
         first = (await it.invoke({"do": "fork"})).json()
         async with asyncio.timeout(15):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a body."""
+"""The fields that the server reads of a body."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a client's body reaches the engine, and what of its headers."""
+"""The fields of a client's body, and the headers, that reach the engine."""
 
 import json
 
@@ -34,7 +34,7 @@ async def large(anyio_backend):
 
 
 async def refused(served, path, body) -> str:
-    """What is told of a body that the engine did not get."""
+    """The error for a body that the engine did not get."""
     served.engine.bodies.clear()
     answer = await served.post(path, body)
     assert answer.status_code == (424 if path == "/invocations" else 400), answer.text
@@ -125,7 +125,7 @@ async def test_what_costs_the_engine_more_than_the_client_has_a_limit(large, key
 
 @pytest.mark.parametrize("key", GUIDED)
 async def test_a_guided_key_becomes_the_structured_outputs_that_vllm_has_in_its_place(shared, key):
-    """vLLM (0.32) ignores the keys, and answers as if nothing had been asked for."""
+    """vLLM (0.32) ignores these keys, and answers as if they were missing."""
     value = ["yes", "no"] if key == "guided_choice" else "[ab]{2}"
     more = {key: value, "guided_decoding_backend": "outlines", "guided_whitespace_pattern": " "}
     for path, body in (
@@ -192,7 +192,7 @@ async def test_a_guided_key_has_the_limit_of_structured_outputs(large):
         ({"prompt": ["a"] * (SEQUENCES + 1)}, False),
     ],
 )
-async def test_one_request_asks_for_so_many_answers(large, body, fits):
+async def test_the_number_of_a_requests_answers_has_a_limit(large, body, fits):
     if fits:
         # The fake engine takes no tokens; what matters is that it is asked.
         large.engine.bodies.clear()
@@ -217,7 +217,7 @@ async def embedding(anyio_backend):
         yield it
 
 
-async def test_one_request_has_so_many_inputs_embedded(embedding):
+async def test_the_number_of_a_requests_inputs_has_a_limit(embedding):
     for path, key in (("/v1/embeddings", "input"), ("/invocations", "inputs")):
         for inputs in (["a"] * INPUTS, ["short"] * 1000, "a"):
             assert (await embedding.post(path, {key: inputs})).status_code == 200
@@ -248,8 +248,8 @@ def user(*parts):
         {"input": [{"type": "function_call_output", "output": ["a"] * (MESSAGES + 1)}]},
     ],
 )
-async def test_a_request_has_so_many_messages(large, embedding, body):
-    """The engine's models take long to read each of them, on the event loop."""
+async def test_the_number_of_a_requests_messages_has_a_limit(large, embedding, body):
+    """The engine's models take long to read each of them, and block the event loop."""
     path = "/v1/embeddings" if "input" in body else "/v1/chat/completions"
     assert f"may have {MESSAGES} messages" in await refused(embedding, path, body)
 
@@ -268,8 +268,10 @@ async def test_a_request_has_so_many_messages(large, embedding, body):
         ({"tools": [{}] * (INPUTS + 1)}, f"tools may be at most {INPUTS}"),
     ],
 )
-async def test_the_engine_does_not_say_of_each_item_what_it_is_not(large, more, told):
-    """60 KB of numbers would take its model of a request some seconds, on the event loop."""
+async def test_the_engine_does_not_report_on_each_item(large, more, told):
+    """The engine's model of a request would take seconds for 60 KB of numbers, and block the event
+    loop.
+    """
     assert told in await refused(large, "/v1/responses", {"input": "a"} | more)
 
 
@@ -277,8 +279,8 @@ async def test_items_that_are_no_text_are_refused(shared):
     assert "list of items" in await refused(shared, "/v1/responses", b'{"input":[{"a":"\xff"}]}')
 
 
-async def test_what_comes_before_messages_has_so_many_parts(large):
-    """The same, on Anthropic's path."""
+async def test_the_parts_before_messages_have_a_limit(large):
+    """The same limit on Anthropic's path."""
     body = {"messages": [user()], "system": ["a"] * (INPUTS + 1)}
     assert f"system may have {INPUTS} parts" in await refused(large, "/v1/messages", body)
 
@@ -325,7 +327,7 @@ async def test_a_conversation_is_one_input(large):
     ],
 )
 async def test_repetitions_are_looked_for_in_few_tokens(shared, found, fits):
-    """The engine looks for them after every token, in the loop that serves everybody."""
+    """The engine searches for them after every token, in the loop that serves everybody."""
     for path, body in (
         ("/v1/completions", {"prompt": "a", "repetition_detection": found}),
         ("/invocations", {"inputs": "a", "parameters": {"repetition_detection": found}}),
@@ -366,7 +368,7 @@ LONG = "a" * (PROMPT_LOGPROBS // 21)
     ],
 )
 async def test_log_probabilities_of_prompts_have_a_limit(large, body, fits):
-    """vLLM makes an object of each of them."""
+    """vLLM makes an object for each of them."""
     large.engine.bodies.clear()
     if fits:
         assert (await large.invoke(body)).status_code == 200
@@ -382,7 +384,7 @@ async def test_prompt_logprobs_is_a_number(shared, value):
 
 
 async def calls_of(served, headers):
-    """What the engine gets of a request's headers, on two paths."""
+    """The engine's calls for a request with these headers, on two paths."""
     served.engine.calls.clear()
     for path in ("/invocations", "/v1/completions"):
         answer = await served.post(path, {"prompt": "a"}, headers=headers)
@@ -492,12 +494,14 @@ async def test_an_adapter_call_has_the_limit_of_all_bodies(shared):
     ],
     ids=lambda it: f"{it}"[:40],
 )
-async def test_bodies_have_so_many_keys_and_values(large, path, body, told):
+async def test_the_keys_and_values_of_a_body_have_limits(large, path, body, told):
     assert told in await refused(large, path, body)
 
 
-async def test_a_request_that_may_be_sent_again_has_so_many_keys(large):
-    """Whether it wants a stream, whose answer is not shared, is read before all else."""
+async def test_the_keys_of_a_request_that_may_be_repeated_have_a_limit(large):
+    """The field `stream` is read before all other fields, because a stream's answer is not
+    shared.
+    """
     body = {"prompt": "a", "stream": False, **{f"k{n}": n for n in range(140_000)}}
     answer = await large.post(
         "/v1/completions", body, headers={"X-Amzn-SageMaker-Inference-Id": "1"}
@@ -513,7 +517,7 @@ async def test_marks_in_texts_are_no_values(large):
 
 @pytest.mark.parametrize("prompt", [[{}] * 9, [{"a": 1}], [[{}]], [1.5], ["a", 1], [[1], "a"]])
 async def test_prompts_are_texts_or_tokens(served, prompt):
-    """vLLM would say of each item, on the event loop, why it is neither."""
+    """For each item, vLLM would report why it is neither, and block the event loop."""
     answer = await served.client.post("/v1/completions", json={"prompt": prompt})
     assert answer.status_code == 400
     assert "prompt should be a text or tokens" in answer.text

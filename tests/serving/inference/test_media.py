@@ -35,7 +35,7 @@ DATA = "data:image/png;base64,AAAA"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by its path; `/at-once` waits until as many ask for it as a request may."""
+    """Answers by its path; `/at-once` waits for as many clients as a request may have media."""
 
     server: "Web"
 
@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
         self.pixel()
 
     def handle(self):
-        with contextlib.suppress(OSError):  # the client has had enough
+        with contextlib.suppress(OSError):  # the client has left
             super().handle()
 
     def log_message(self, *args):
@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Web(ThreadingHTTPServer):
-    """A server, what it was asked for, and the names that TLS connections were made to."""
+    """A server with its requests, and the names that TLS connections asked for."""
 
     request_queue_size = 64
 
@@ -154,7 +154,7 @@ def web(server):
 
 @pytest.fixture
 def reachable(monkeypatch):
-    """Every name leads to this machine, whose address counts as public."""
+    """Every name resolves to this machine, whose address counts as public."""
 
     async def resolve(host):
         return ["127.0.0.1"]
@@ -182,7 +182,7 @@ def inside(content=PIXEL, kind="image/png"):
 
 
 async def prepared(request, allowed, limit, sharers=None):
-    """A body as the engine has it: the pipeline reads and prepares it in this way."""
+    """A body as the engine gets it: the pipeline reads and prepares it in this way."""
     values = json.loads(request)
     if not media.may_have_media(request):
         return request
@@ -215,7 +215,7 @@ async def refused(request, allowed=("media.test",), limit=10_000):
         body([{"type": "image_url", "image_url": {"url": ""}}]),
         body([{"type": "image_url", "image_url": None, "uuid": None}]),
         body("x", tools=[{"function": {"name": "f", "parameters": {"image_url": "http://a/"}}}]),
-        body("Gr\u00fc\u00dfe"),  # json.dumps escapes them, and they are no letters of a key
+        body("Gr\u00fc\u00dfe"),  # json.dumps escapes these, and keys do not contain them
         body("x", mm_processor_kwargs={"size": {"shortest_edge": 10}, "device": "cuda:0"}),
     ],
 )
@@ -394,7 +394,7 @@ async def test_slow_servers(web, reachable, monkeypatch, path):
     monkeypatch.setattr(media, "FETCH_S", 0.2)
     started = time.monotonic()
     assert "media.test took longer than 0.2 s" in await refused(chat(web.url(path)))
-    assert time.monotonic() - started < 10  # it sends nothing, or a little, for ever
+    assert time.monotonic() - started < 10  # it sends nothing, or a few bytes, without an end
 
 
 async def test_a_slow_name_server(reachable, monkeypatch):
@@ -424,7 +424,7 @@ async def test_one_too_many(web, reachable):
     assert not web.asked
 
 
-async def test_nothing_is_fetched_where_one_is_refused(web, reachable):
+async def test_one_refused_url_prevents_every_fetch(web, reachable):
     await refused(chat(web.url(), "http://other.test/"))
     assert not web.asked
 
@@ -601,7 +601,7 @@ async def test_other_encodings_are_read_too(web, reachable, encoding):
     assert await inline(request) is request
 
 
-async def test_of_two_equal_keys_the_last_one_counts(web, reachable):
+async def test_the_last_of_two_equal_keys_counts(web, reachable):
     request = '{"messages":[{"content":[{"image_url":"http://other.test/","image_url":"URL"}]}]}'
     found = await inline(request.replace("URL", web.url()).encode())
     assert json.loads(found)["messages"][0]["content"] == [{"image_url": inside()}]
@@ -634,7 +634,9 @@ async def test_places_in_the_processors_arguments_are_refused(key, value):
 
 
 def certified(folder, name):
-    """A certificate for a host, by an authority of its own: their files, and the authority's."""
+    """A certificate for a host, signed by a separate authority: their files, and the
+    authority's.
+    """
     now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
@@ -664,7 +666,7 @@ def certified(folder, name):
 
 @pytest.fixture
 def secure(tmp_path, monkeypatch):
-    """A server with a certificate for media.test, which names it is asked for as."""
+    """A server with a certificate for media.test. It records the names that clients ask for."""
     folder = certified(tmp_path, "media.test")
     monkeypatch.setenv("SSL_CERT_FILE", str(folder / "authority.pem"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -699,7 +701,7 @@ def with_media(*parts, **more):
 
 
 async def given(served, parts, tenant=None, **more):
-    """The parts as the engine got them."""
+    """The parts that the engine got."""
     headers = {} if tenant is None else {"X-Tenant": tenant}
     answer = await served.invoke(
         with_media(*parts, {"type": "text", "text": "a"}, **more), headers=headers
@@ -725,7 +727,7 @@ async def shared_by_all(anyio_backend):
 
 
 def eat_parts(served):
-    """The fake engine answers texts; this one keeps what it was sent."""
+    """A fake engine that keeps its requests; the standard one answers only texts."""
 
     def keep(call):
         served.engine.bodies.append(call.request)
@@ -753,7 +755,7 @@ WITH_UUID: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("part", WITH_UUID)
 async def test_a_uuid_is_its_senders_own(tenants, part):
-    """It is the key of the engine's caches of media, which know no cache_salt."""
+    """It is the key of the engine's media caches, which ignore cache_salt."""
     named = {**part, "uuid": "invoice-1"}
     seen = [
         (await given(tenants, [named], tenant, **more))[0]
@@ -769,7 +771,7 @@ async def test_a_uuid_is_its_senders_own(tenants, part):
 
 
 async def test_a_uuid_that_all_share_is_no_digest_of_a_content(shared_by_all):
-    """In the engine it would stand for the content with this digest."""
+    """In the engine, it would identify the content with this digest."""
     digest = "5" * 64
     [part] = await given(shared_by_all, [{"type": "image_url", "image_url": None, "uuid": digest}])
     assert part["uuid"] != digest
@@ -811,7 +813,7 @@ def chunk(kind, data):
 
 
 def png(side):
-    """A PNG of nothing, which is small however large it is decoded."""
+    """An empty PNG: its file is small, whatever its decoded size."""
     packer = zlib.compressobj(9)
     row = bytes(1 + (side + 7) // 8)
     data = b"".join([packer.compress(row) for _ in range(side)] + [packer.flush()])
@@ -830,7 +832,7 @@ def picture(content, kind="image/png"):
 
 
 async def told(served, *parts):
-    """What is told of media that the engine did not get."""
+    """The error for media that the engine did not get."""
     served.engine.bodies.clear()
     answer = await served.post("/v1/chat/completions", with_media(*parts))
     assert answer.status_code == 400, answer.text
@@ -862,7 +864,9 @@ async def test_the_pixels_of_all_pictures_together_have_a_limit(shared_by_all):
 
 
 async def test_the_size_of_some_formats_is_not_believed(shared_by_all):
-    """An icon's file says 16 x 16 of a picture of any size; one of them is taken."""
+    """An icon's file may declare 16 x 16 for a picture of any size: one icon is accepted, and two
+    are refused.
+    """
     icon = picture(drawn("ICO", 16), "image/x-icon")
     await given(shared_by_all, [icon])
     assert "pixels" in await told(shared_by_all, icon, icon)
@@ -878,7 +882,7 @@ async def test_usual_pictures_pass(shared_by_all, kind):
 
 
 async def test_a_large_photograph_and_many_frames_pass(shared_by_all):
-    photo = drawn("JPEG", 64) + bytes(20 << 20)  # JPEGs may have anything after their end
+    photo = drawn("JPEG", 64) + bytes(20 << 20)  # a JPEG may have any bytes after its end
     await given(shared_by_all, [picture(photo, "image/jpeg")])
     frame = picture(drawn("JPEG", 256), "image/jpeg")
     await given(shared_by_all, [frame] * 200)
@@ -920,7 +924,7 @@ def of_a_tool(**source):
 
 @pytest.mark.parametrize("messages", [of_messages, of_a_tool])
 async def test_pictures_of_messages_are_looked_at(messages, web, reachable):
-    """Anthropic's API has them under other names than OpenAI's."""
+    """Anthropic's API has different names for them than OpenAI's."""
 
     def body(**source):
         return json.dumps({"messages": messages(**source)}).encode()

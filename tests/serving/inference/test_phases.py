@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does of a request that a router has two servers answer."""
+"""A server's part of a request that a router splits between two servers."""
 
 import asyncio
 import hashlib
@@ -38,7 +38,7 @@ async def ask(it, path, body, phase, **headers):
 
 
 def used() -> float:
-    """Tokens that are counted as somebody's."""
+    """Tokens that are charged to a caller."""
     return sum(
         sample.value
         for family in REGISTRY.collect()
@@ -66,7 +66,7 @@ async def test_a_prompt_alone_is_computed_and_nobodys(server, path, body):
 
 @pytest.fixture(scope="module")
 async def transferring(anyio_backend):
-    """A server whose engine fetches KV from others."""
+    """A server whose engine fetches KV from other engines."""
     connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     async with running(
         router_secret=SECRET, server_role="prefill", kv_transfer_config=connector
@@ -78,7 +78,9 @@ WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host":
 
 
 async def hand_over(it, path, body, front=None, signed=None, **more):
-    """A request with what leads to its prompt's KV in front. signed: instead of that."""
+    """Send a request whose body begins with the transfer parameters of its prompt's KV. signed:
+    bytes that are signed instead of these parameters.
+    """
     front = json.dumps(WHERE).encode() if front is None else front
     digest = hashlib.sha256(front if signed is None else signed).hexdigest()
     more = {"phase": "decode", "hand_over": HandOver(len(front), digest), **more}
@@ -106,7 +108,7 @@ async def test_a_prompt_is_kept_for_an_engine_that_fetches_it(transferring, path
 
 @pytest.mark.parametrize("several", [{"n": 3}, {"prompt": ["a", "b"]}])
 async def test_what_would_be_fetched_several_times_is_computed(transferring, several):
-    """vLLM gives a prompt's KV up once it was fetched."""
+    """vLLM frees a prompt's KV after it was fetched once."""
     body = {"prompt": "a", **several}
     answer = await ask(transferring, "/v1/completions", body, "prefill")
     assert answer.status_code == 400
@@ -149,7 +151,7 @@ async def test_only_what_the_router_has_signed_is_fetched(transferring, front):
 
 
 async def test_what_leads_to_a_prompts_kv_is_no_part_of_the_clients_body(transferring):
-    """Its size counts against no limit; 30,000 bytes are one here."""
+    """Its size counts against no limit: the limit is 30,000 bytes here."""
     front = json.dumps({**WHERE, "remote_block_ids": [[*range(9000)]]}).encode()
     assert len(front) > 30_000
     body = {"prompt": "a " * 14_000}
@@ -161,7 +163,7 @@ async def test_what_leads_to_a_prompts_kv_is_no_part_of_the_clients_body(transfe
 
 
 async def test_a_retry_of_a_whole_request_gets_no_prefills_answer(server):
-    """Both have the Inference-Id of the client's."""
+    """Both requests have the client's Inference-Id."""
     body = {"inputs": "wait a b", "parameters": {"max_new_tokens": 50}}
     headers = {"x-amzn-sagemaker-inference-id": "one"}
     asked = []
@@ -211,7 +213,7 @@ async def test_a_client_cannot_say_so_itself(server):
     ],
 )
 async def test_what_was_signed_and_leads_nowhere_is_computed_here(transferring, front):
-    """A router of another version, or one that has been told nonsense, costs no answer."""
+    """A router of another version, or with wrong data, costs no answer."""
     answer = await hand_over(transferring, "/v1/completions", {"prompt": "a"}, front)
     assert answer.status_code == 200, answer.text
     assert transferring.engine.bodies[-1]["kv_transfer_params"] == {HANDED_OVER: True}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More requests than the engine works on: who waits, who is refused, whose turn it is."""
+"""More requests than the engine works on: which wait, which are refused, and their order."""
 
 import asyncio
 import itertools
@@ -52,7 +52,7 @@ async def queued(served, count):
 
 
 async def filled(served, waiting=0, **more):
-    """Requests that fill the engine, and these more behind them."""
+    """Requests that fill the engine, and this number of requests behind them."""
     inside = [ask(served, WAIT | more) for _ in range(SHARE)]
     await until_async(lambda: served.engine.running == SHARE)
     behind = [ask(served, {"inputs": f"wait behind{n}"}) for n in range(waiting)]
@@ -228,10 +228,10 @@ async def test_the_expected_wait():
     queue = FairQueue(lambda: 2, lambda: now)
     first = [queue.join("a", within=1) for _ in range(2)]
     for _ in range(3):
-        queue.join("a", within=1)  # nothing is known yet
+        queue.join("a", within=1)  # no duration is known yet
     now = 10.0
     queue.leave(first[0])
-    # Requests take 10 s, two at a time: 5 s for each before, two of lane a, and itself.
+    # Requests take 10 s, two at a time: 5 s each for two of lane a, and for itself.
     assert queue.waiting == 2
     with pytest.raises(Overloaded, match="about 15 s, and OPTION_PREDICT_TIMEOUT leaves it 14 s"):
         queue.join("a", within=14)
@@ -300,10 +300,12 @@ def test_tickets_at_random(steps, share):
         queue = FairQueue(lambda: share, clock=itertools.count().__next__)
         inside: list[Ticket] = []
         waiting: list[Ticket] = []
-        passed: dict[str, dict[str, int]] = {}  # lanes that wait: how often others came before
+        passed: dict[str, dict[str, int]] = {}  # waiting lanes: how often others came first
 
         def look():
-            """What has come in is inside now; no lane has come twice while another one waited."""
+            """Move the admitted requests from waiting to inside. No lane may come twice while
+            another one waits.
+            """
             for ticket in sorted((it for it in waiting if it.in_flight), key=lambda it: it.began):
                 assert ticket.called
                 assert ticket.called.done()
@@ -333,7 +335,7 @@ def test_tickets_at_random(steps, share):
             elif step == "end" and inside:
                 queue.leave(inside.pop(which % len(inside)))
             elif step == "leave" and waiting:
-                # It gives up first, and is ended when it notices.
+                # It gives up first, and ends when it notices that.
                 ticket = waiting.pop(which % len(waiting))
                 assert ticket.called
                 ticket.called.set_result(None)
@@ -352,7 +354,7 @@ def test_tickets_at_random(steps, share):
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 async def test_what_may_be_shed_is_refused_where_the_engine_has_no_room(policy):
-    """Also where the engine is given all that waits."""
+    """This also holds if the engine gets all waiting requests."""
 
     sheddable = Caller(priority=10, sheddable=True, counted=True)
     engine = {"scheduling_policy": policy}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: their steps, and whose fault it is when one breaks off."""
+"""Streams: their steps, and the cause of an early end."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ async def test_what_is_written_at_once_is_framed_and_in_order(accept):
 
 
 async def test_what_wraps_an_answer_sees_all_of_its_parts_or_none(monkeypatch):
-    """CORSMiddleware wraps `send`. The record and the session change the head, and see no token."""
+    """CORSMiddleware wraps `send`. The record and the session change the head only."""
     took, messages = [], []
 
     async def answer(call, sink, usage):
@@ -105,7 +105,7 @@ async def test_what_wraps_an_answer_sees_all_of_its_parts_or_none(monkeypatch):
     ],
 )
 async def test_who_is_blamed_for_a_stream_that_breaks_off(caplog, begun, last, message, log):
-    """Our own reply that cannot render a step, or the engine."""
+    """Either our own reply, which cannot render a step, or the engine."""
     async with running() as served:
         answer_with(served, streaming(*begun, last))
         answer = await served.invoke({"inputs": "a", "stream": True})
@@ -116,7 +116,7 @@ async def test_who_is_blamed_for_a_stream_that_breaks_off(caplog, begun, last, m
 
 
 class Counted:
-    """Streams so many events, and says how many were taken of it."""
+    """Streams this number of events, and counts those that were taken."""
 
     def __init__(self, events):
         self.events = events

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's life, from its head to its end: what it may hold, what ends it, who is told what."""
+"""A request from its head to its end: its bounds, the causes of its end, and the errors it
+reports.
+"""
 
 import asyncio
 import contextlib
@@ -69,14 +71,14 @@ HOLD = {"inputs": "a b", "hold": True}
 
 
 class Held:
-    """A model.py whose calls wait until they are let go."""
+    """A model.py whose calls wait until the test releases them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @property
     def calls(self) -> int:
-        """That have been entered."""
+        """The number of calls so far."""
         entered = self._folder / "entered"
         return len(entered.read_text()) if entered.exists() else 0
 
@@ -101,7 +103,7 @@ async def coded(served, folder, text):
 
 
 def stop(served, times=1):
-    """As SIGTERM does."""
+    """Stop as SIGTERM does."""
     for _ in range(times):
         served.server.stop()
 
@@ -180,7 +182,7 @@ async def test_one_large_request_keeps_nobody_out(served):
 
 async def test_what_is_before_the_queue_counts(tmp_path):
     async with running(job_queue_size=2) as served, coded(served, tmp_path, INPUT) as held:
-        served.engine.concurrency = 1  # and one more is at hand
+        served.engine.concurrency = 1  # and one more is queued ahead
         asked = [ask(served, HOLD) for _ in range(20)]
         await until_async(lambda: sum(it.done() for it in asked) + held.calls == 20)
         held.go()
@@ -314,7 +316,7 @@ async def test_a_body_that_was_on_its_way_is_answered(served):
 
 @contextlib.asynccontextmanager
 async def kept(served, tmp_path, where):
-    """A request that waits at one of the places where requests wait; what it asks for."""
+    """A body whose request waits at the given place, and a check whether it has arrived there."""
     if where == "media":
         web = Web()
         try:
@@ -396,7 +398,7 @@ async def test_a_handler_and_the_engine_have_one_deadline(tmp_path):
         await held.entered()
         second = ask(served, {"prompt": "wait"}, "/v1/completions")
         await until_async(lambda: served.engine.running == 1)
-        await asyncio.sleep(0.5)  # which the first one's deadline does not get back
+        await asyncio.sleep(0.5)  # the first one's deadline does not free it
         held.go()
         done, _ = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         assert first in done

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's walk through the house: which rooms it enters, and how often its body is read."""
+"""One request's walk through the server: the modules that it enters, and how often its body is
+read.
+"""
 
 import json
 import sys
@@ -21,9 +23,9 @@ pytestmark = pytest.mark.anyio
 
 SERVING = Path(__file__).parents[3] / "serving"
 GROUND = {"aio", "cancellation", "errors", "lifecycle", "protocol"}
-"""Every room may use them, at any time."""
+"""Every module may use them at any time."""
 ASKING = {"takes", "needs_no_result"}
-"""Whether the client keeps up: what asks this has no token yet."""
+"""These ask whether the client keeps up, and get no token."""
 CODE = """
 from djl_python.input_parser import input_formatter
 from djl_python.output_formatter import output_formatter
@@ -42,7 +44,9 @@ HEADER = {"X-Amzn-SageMaker-Adapter-Identifier": "one"}
 
 @contextmanager
 def entered() -> Iterator[list[str]]:
-    """The modules of serving/ that are entered: a function of theirs is called by another's."""
+    """The modules of serving/ that a request enters: another module calls one of their
+    functions.
+    """
     rooms: list[str] = []
 
     def room(frame: FrameType | None) -> str | None:
@@ -57,7 +61,7 @@ def entered() -> Iterator[list[str]]:
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(str(SERVING)):
             return
-        if frame.f_code.co_code[frame.f_lasti + 1]:  # RESUME's argument: it goes on
+        if frame.f_code.co_code[frame.f_lasti + 1]:  # RESUME's argument: the function resumes
             return
         if frame.f_code.co_name in ASKING:
             return
@@ -74,7 +78,7 @@ def entered() -> Iterator[list[str]]:
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """What serving/ and handlers/ decode, as it is."""
+    """The texts that serving/ and handlers/ decode."""
     texts: list[bytes] = []
 
     def counting(decode: Any) -> Any:
@@ -103,9 +107,10 @@ async def walked(
     path: str = "/invocations",
     body: Mapping[str, object] = BODY,
 ) -> list[str]:
-    """The rooms that a request with an adapter enters. What is decoded meanwhile is in `decoded`.
+    """The modules that a request with an adapter enters. The texts that are decoded meanwhile are
+    in `decoded`.
 
-    code: of the model's model.py, which has formatters; "" for none.
+    code: the text of the model's model.py, which has formatters; "" for no file.
     """
     async with running() as served:
         engine = served.engine
@@ -161,8 +166,8 @@ WALK = [
     "observability/logs",
     "observability/redaction",
 ]
-"""In the order in which they are entered first. Admission asks the slots and the queue for what is
-waiting there, long before the request comes to them.
+"""The modules in the order of their first entry. Admission asks the slots and the queue for their
+waiting requests, long before the request reaches these modules.
 """
 AGAIN = {
     "http/sockets": "the connection is idle again once it was answered",
@@ -185,7 +190,7 @@ AGAIN = {
     "lora/adapter_registry": "an adapter is looked up by name, and kept while it is used",
     "lora/slots": "a place is taken and given back",
     "user_code": "the input's formatter, and the output's for each event",
-    # Values that go with the request, whose methods are called wherever it is.
+    # Values that go with the request; their methods are called in every module.
     "http/bodies": "the share of memory, and headers",
     "inference/request": "the request",
     "inference/content/fields": "what its body says",
@@ -193,7 +198,7 @@ AGAIN = {
     "observability/access_log": "its record",
     "observability/logs": "its time as a line has it, and the line",
 }
-"""Rooms that are entered more than once, and why."""
+"""Modules that a request enters more than once, with the reasons."""
 
 
 async def test_a_streamed_request_with_an_adapter_and_formatters_walks_one_way(tmp_path, decoded):
@@ -216,12 +221,12 @@ OPENAI = {"prompt": "a b c", "stream": True}
     ],
 )
 async def test_how_often_bodies_are_decoded(tmp_path, decoded, path, body, formatter, decodes):
-    """The client's, what a formatter made of it, and a body that was made for the engine.
+    """Three bodies: the client's, the formatter's result, and a body that was made for the engine.
 
-    OpenAI's are decoded once for their fields, whose limits protect what follows, and once for the
-    engine, which gets values. LMI's are once for their fields, and once by the format, which makes
-    the engine's values of their values: to decode the values that the fields have, one by one,
-    would read every byte just as often. No body is made for the engine.
+    OpenAI's bodies are decoded twice: for their fields, whose limits protect all later steps, and
+    for the engine, which gets values. LMI's bodies are decoded for their fields, and by the format,
+    which makes the engine's values of them. To decode the fields' values one by one would read
+    every byte just as often. No body is made for the engine.
     """
     await walked(tmp_path, decoded, formatter, path, body)
     rewritten = body | {"rewritten": True}

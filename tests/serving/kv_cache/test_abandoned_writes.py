@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of memory that a worker has reserved in the cache server, and never written.
+"""Memory that a worker has reserved in the cache server, and never written.
 
 The classes are LMCache's own: its storage, and its module for engines that copy by themselves.
 """
@@ -26,7 +26,7 @@ SIZE = 16 << 20
 
 
 class Key:
-    """A request's key, which the module only hands on."""
+    """A request's key; the module only passes it on."""
 
     def __init__(self, request_id):
         self.request_id = request_id
@@ -130,7 +130,7 @@ def test_what_was_committed_stays_when_its_worker_goes(cache, patched):
 
 
 def test_lmcache_itself_has_it_readable(cache):
-    """What the patch is for. Where this fails, LMCache has mended it."""
+    """The defect that the patch mends. If this fails, LMCache has mended it."""
     cache.module.prepare_store(Key("a"), DEAD)
     goes(cache, DEAD, "unregisters")
     assert readable(cache) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier's folder: real processes on real folders, which also hold what is not ours."""
+"""The disk tier's folder: real processes on real folders, which also have files of others."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def tier(path, size=1 << 30):
 
 
 class Server:
-    """A process that claims its folder when it is told to, and holds it until it is killed."""
+    """A process that claims its folder on a command, and holds it until it is killed."""
 
     def __init__(self, path, fingerprint):
         self.process = subprocess.Popen(
@@ -84,7 +84,7 @@ def write(file, size=4096):
 
 
 def tree(root):
-    """Everything below a folder: path → content, or where a link leads."""
+    """Everything below a folder: path → content, or a link's target."""
     return {
         str(path.relative_to(root)): path.readlink()
         if path.is_symlink()
@@ -105,7 +105,9 @@ def left_by_a_killed_server(path, fingerprint, files=1):
 
 @pytest.fixture
 def strangers(tmp_path):
-    """A disk that others use, too. What LMCache or another Slipway would write is there as well."""
+    """A disk that others also use. It also has files such as LMCache or another Slipway would
+    write.
+    """
     path = tmp_path / "disk"
     write(path / "models/llama/model.safetensors")
     write(path / "lost+found/x")

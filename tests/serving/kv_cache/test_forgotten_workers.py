@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ping of a worker is answered whose KV caches are not registered (any more).
+"""The answer to the ping of a worker whose KV caches are not or no longer registered.
 
-With an engine's connector: tests/serving/engine/test_kv_connector.py.
+tests/serving/engine/test_kv_connector.py tests the same with an engine's connector.
 """
 
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's fingerprint: what makes another model of it, and what does not."""
+"""A model's fingerprint: the changes that make another model of it, and those that do not."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def test_one_byte_of_the_weights_makes_another_model(tmp_path):
 
 @pytest.mark.parametrize("option", sorted(OPTIONS.keys() - ELSEWHERE))
 def test_every_option_counts_that_is_not_named_harmless(tmp_path, option):
-    """A new one of vLLM's is in the file, and counts."""
+    """A new option of vLLM's is in the file, and counts."""
     folder = tmp_path
     (folder / "config.json").write_text("{}")
     found = [fingerprint(folder, it, CHUNK) for it in ({}, {option: "1"}, {option: "2"})]
@@ -102,7 +102,7 @@ def test_the_length_counts_where_the_configuration_is_another(tmp_path):
 
 
 def test_every_place_where_vllm_uses_the_length_in_a_model_is_known():
-    """A new one may change positions: see _length, and add it there or here."""
+    """A new place may change positions: see _length, and add the place there or here."""
     code = Path(vllm.model_executor.__file__).parent
     folders = (code / "layers" / "rotary_embedding", code / "models")
     found = {
@@ -122,7 +122,7 @@ BY_THE_WAY = {
     *("kimi_vl", "lfm2_vl", "minicpmv", "mllama4", "nano_nemotron_vl", "parakeet", "qwen2_5_vl"),
     *("qwen2_vl", "qwen3_vl", "step3_vl", "voxtral", "voxtral_realtime"),
 }
-"""The length of buffers and of media; of positions, in models that keep no KV."""
+"""The length of buffers and of media; and of positions, in models that keep no KV."""
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_stores_from_before_are_another_models(tmp_path, monkeypatch):
 
 
 def test_a_fleets_servers_share_whatever_their_sizes_ports_and_names(tmp_path):
-    """As plans make the options: of two machines with other memory, and other options."""
+    """The options come from plans for two machines with different settings."""
     folder = model(tmp_path / "a")
     one = {"OPTION_LMCACHE_AUTO_CONFIG": "true", "OPTION_MODEL_ID": "/a"}
     other = one | {
@@ -189,7 +189,7 @@ def test_machines_that_take_other_numbers_do_not_share(tmp_path):
 
 
 def test_servers_share_a_store_only_with_the_same_model_and_chunks(tmp_path):
-    """By this name the router knows whose KV a replica finds in its shared store."""
+    """The router uses this name to know whose KV a replica finds in its shared store."""
     same, other = model(tmp_path / "a"), model(tmp_path / "b", 0)
     here, there = {"host": "10.0.0.5", "port": 6379}, {"host": "10.0.0.6", "port": 6379}
     fleet = [(here, same, 128), (here, other, 128), (here, same, 256), (there, same, 128)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LMCache's server reports of its memory, and counts of look-ups: LMCache's own classes with
-our parts in them.
+"""Reports of LMCache's server about its memory and its look-ups, by LMCache's own classes with our
+modules.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ TOKENS = tuple(range(10))
 
 
 class Bus:
-    """An event bus that hands events on at once."""
+    """An event bus that passes events on at once."""
 
     enabled = True
 
@@ -104,7 +104,7 @@ def test_chunks_of_tenants_and_adapters_are_not_reported(server):
     store(server, salt="tenant")
     assert reported(server) == []
     store(server)
-    # Nor as if they were what all share.
+    # They do not count as shared by all.
     store(server, salt="tenant")
     changed(server, EventType.L1_KEYS_EVICTED, "tenant")
     assert reported(server) == STORED

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server's memory in /dev/shm: what is left of killed servers, by real processes."""
+"""The cache server's memory in /dev/shm, which killed servers leave behind: tested with real
+processes.
+"""
 
 import fcntl
 import os
@@ -26,7 +28,7 @@ with kv_pool.cleanup():
 
 
 class Server:
-    """A server with a pool: it ends when it is told to, or is killed."""
+    """A server with a pool. It ends on a command, or is killed."""
 
     def __init__(self, folder, port):
         command = [sys.executable, "-c", SERVER, str(folder), f"{POOL}{port}"]

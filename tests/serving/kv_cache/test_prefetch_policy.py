@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is loaded from a store, by how fast it was seen to be and how fast the engine computes."""
+"""Which chunks are loaded from a store, by the store's measured speed and the engine's."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def policy():
 
 
 def load(policy: CostAwarePrefetch, store: int, size: int, seconds: float, task: int = 1) -> None:
-    """A load that began at 100 s; one of 0 s is still under way."""
+    """A load that began at 100 s; one of 0 s is still in flight."""
     about = {"adapter_index": store, "task_id": task, "total_bytes": size}
     submitted, completed = EventType.L2_LOAD_TASK_SUBMITTED, EventType.L2_LOAD_TASK_COMPLETED
     handlers = policy.get_subscriptions()
@@ -43,7 +43,7 @@ def cells(chunks) -> Bitmap2D:
 
 
 def planned(policy: CostAwarePrefetch, memory, **stores) -> dict[int, list[int]]:
-    """The chunks that are loaded, by store, of those that memory and stores have."""
+    """The chunks that are loaded from each store. memory, stores: the chunks that they have."""
     keys = [ObjectKey(bytes([chunk]), "model", 0) for chunk in range(CHUNKS)]
     layout = MemoryLayoutDesc([torch.Size([CHUNK_SIZE // 2])], [torch.bfloat16])
     l1, l2 = MapState(), MapState()

@@ -88,10 +88,14 @@ def test_a_paused_conversation_outlasts_a_flood(tier):
 
 
 def test_a_lease_ends(tier):
+    """Its chunks then count as used at its end."""
+    flood(tier, 3)
     tier.asks("s", "turn a", seconds=300)
-    flood(tier, 7)
     tier.now += 300
-    assert tier.evicts(0.3) == ["turn a", "system b", "system a"]
+    flood(tier, 4, 3)
+    before = [f"flood {number}x" for number in range(3)]
+    assert tier.evicts(0.6) == [*before, "turn a", "system b", "system a"]
+    assert tier.evicted("leased") == 0
 
 
 def test_a_turn_renews_the_lease(tier):

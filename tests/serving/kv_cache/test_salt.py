@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a body's cache_salt, by the bodies that the engine gets."""
+"""The cache_salt of a body, observed in the bodies that the engine gets."""
 
 import asyncio
 import json
@@ -78,7 +78,7 @@ def test_escapes_hide_no_salt():
 
 @pytest.mark.anyio
 async def test_a_tenant_that_is_named_twice_is_refused():
-    """A gateway that adds its header to the client's own would leave the choice to the client."""
+    """If a gateway added its header beside the client's own, the client would choose the tenant."""
     async with running(cache_salt_header="X-Tenant") as served:
         for headers in (
             [("X-Tenant", "victim"), ("X-Tenant", "attacker")],

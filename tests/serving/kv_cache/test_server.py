@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watch over LMCache's server: what ends it, what does not, and what is read from it.
+"""The supervision of LMCache's server: the faults that end it, those that do not, and its series.
 
-The server is a small one in its place, which does what a file says; the real one is in
+A small program replaces the server, and obeys a file; the real server is in
 tests/e2e/test_kv_tiers.py.
 """
 
@@ -58,9 +58,9 @@ SERIES = '# TYPE lmcache_mp_lookups counter\nlmcache_mp_lookups_total{l2_name="f
 
 
 class Watched:
-    """A cache server, and what passes between it and its stub.
+    """A cache server, and the files that it exchanges with its stub.
 
-    prefilled: what the engine has computed, the last of it.
+    prefilled: the engine's figures so far; the last one counts.
     """
 
     def __init__(self, folder: Path, server: CacheServer, prefilled: list[Prefilled]) -> None:
@@ -128,7 +128,7 @@ async def test_hits_have_the_names_that_lmcache_has_for_them(watched):
 async def test_it_is_passed_the_seconds_that_a_chunk_takes_the_engine(watched):
     watched.prefilled.append(Prefilled(requests=1, tokens=1000, seconds=2.0))
     await until_async(lambda: watched.speed.read_text() == "0.512000\n")
-    # Of short prompts the time is not in the computing; then long ones twice as fast.
+    # Short prompts spend their time elsewhere; then long ones are computed twice as fast.
     watched.prefilled.append(Prefilled(requests=11, tokens=2000, seconds=102.0))
     watched.speed.write_text("")
     await until_async(lambda: watched.speed.read_text() == "0.512000\n")

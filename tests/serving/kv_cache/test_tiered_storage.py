@@ -58,8 +58,8 @@ async def client_of(daemon, **more):
 
 
 async def load(client, key=KEY):
-    """What a look-up and a load find: the content, or None; or what LMCache takes for that, an
-    exception.
+    """The result of a look-up and a load: the content, or None; or the exception that LMCache takes
+    for None.
     """
     content = bytearray(len(CONTENT))
     try:
@@ -111,7 +111,7 @@ def _cut(lease):
 
 
 def _elsewhere(lease):
-    """Pieces of the right size, and of another object."""
+    """Pieces of the right size, from another object."""
     for piece in lease["offsets"]:
         piece["offset"] += 4 * PIECE
     return lease
@@ -191,7 +191,9 @@ def test_memory_that_is_cut_shorter_while_it_is_read_ends_nobody(daemon):
 
 
 def test_what_lies_where_an_object_was_is_not_served(daemon, segment):
-    """As a container sees it that has mounted the file of a daemon that started again since."""
+    """A container sees such a file if it has mounted the file of a daemon that has
+    restarted since.
+    """
 
     async def run():
         async with client_of(daemon) as client:
@@ -225,7 +227,7 @@ def test_a_new_segment_is_seen_at_once_where_it_can_be(daemon, segment):
 
 
 class Object:
-    """A memory object, as far as LMCache's store looks at one."""
+    """A memory object with the members that LMCache's store reads."""
 
     def __init__(self, content):
         self.content = bytearray(content)
@@ -237,7 +239,7 @@ class Object:
 
 @contextlib.contextmanager
 def adapter_of(daemon):
-    """The store that LMCache makes for a server on this node."""
+    """The store that LMCache creates for a server on this node."""
     url = f"tieredstorage://127.0.0.1:{daemon.port}?shared_memory_name={daemon.segment.name}"
     config = SharedStore(json.dumps(dict(shared_store.read(url, {}).adapter)))._config
     adapter = create_l2_adapter_from_registry(config)
@@ -248,7 +250,7 @@ def adapter_of(daemon):
 
 
 def _result(query, task):
-    """What a task has come to, once it is there: the keys' numbers."""
+    """The result of a task, once it is there: the keys' numbers."""
     while (found := query(task)) is None:
         time.sleep(0.005)
     return found.get_indices_list()
@@ -281,7 +283,7 @@ def test_a_server_that_was_restarted_and_another_one_find_what_was_stored(daemon
 
 
 class Manager:
-    """LMCache's storage manager as far as stores are added and removed."""
+    """LMCache's storage manager, with the addition and removal of stores only."""
 
     def __init__(self):
         self.stores = {}
@@ -296,7 +298,9 @@ class Manager:
 
 @pytest.fixture
 def kept(segment, caplog, monkeypatch):
-    """A store, and what a look at it leaves: whether it is used, and what is logged."""
+    """A store, and a function that looks at it. The function returns whether the store is used, and
+    the logged text.
+    """
     monkeypatch.setattr("serving.kv_cache.lmcache.shared_store.LOOK_S", 20)
     logged = []
     monkeypatch.setattr(
@@ -328,7 +332,7 @@ def test_a_daemon_that_starts_later_is_used(kept):
     used, log = kept.look()
     assert not used
     assert log.startswith(f"{AWAY}FileNotFoundError")
-    assert kept.look() == (False, "")  # it is said once
+    assert kept.look() == (False, "")  # it is logged once
     with running(Daemon(kept.segment), kept.port):
         assert kept.look() == (True, "the shared KV store is used")
     used, log = kept.look()  # it has been killed

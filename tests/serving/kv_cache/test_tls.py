@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shared store over TLS, with LMCache's own client.
 
-The Valkey of the tests is built without TLS, so a proxy in front of it speaks that.
+The Valkey of the tests is built without TLS, so a proxy in front of it adds it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.support.harness import ports
 
 
 def certify(folder: Path) -> None:
-    """Make a certificate in the folder, and the authority that it is by: ca.pem."""
+    """Make a certificate in the folder, and its authority: ca.pem."""
     (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
     key = "-newkey rsa:2048 -nodes -keyout"
     for command in (
@@ -58,7 +58,7 @@ asyncio.run(main())
 
 @contextlib.contextmanager
 def encrypted(folder: Path) -> Iterator[int]:
-    """The port of a Valkey that takes TLS, with the certificate in the folder."""
+    """The port of a Valkey with TLS, whose certificate is in the folder."""
     with ValkeyServer(port=ports.free()) as valkey:
         command = [sys.executable, "-c", PROXY, str(valkey.port)]
         with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as proxy:
@@ -70,7 +70,7 @@ def encrypted(folder: Path) -> Iterator[int]:
 
 
 def stored(port: int) -> bool:
-    """Whether the client reaches the store of a valkeys:// URL and finds what it has put there."""
+    """Whether the client can query the store of a valkeys:// URL."""
     adapter = shared_store.read(f"valkeys://localhost:{port}", {}).adapter
     assert adapter["tls_enable"]
     pool = ValkeyWorkerPool(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model.py of an adapter can and cannot do: real processes, over a fake engine."""
+"""The rights and limits of an adapter's model.py: real processes, with a fake engine."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from tests.serving.lora import test_registry
 from tests.serving.lora.test_registry import ask, register, registry, write
 
 pytestmark = pytest.mark.anyio
-as_another = pytest.mark.skipif(not isolation._may_choose(), reason="we may not choose users")
+as_another = pytest.mark.skipif(not isolation._may_choose(), reason="only root can choose users")
 
 FORMATTER = """
 import decimal, email.mime.text, json.tool, os, resource, struct, sys  # not all of it is loaded yet
@@ -60,7 +60,7 @@ def look(answer):
 
 @pytest.fixture
 def adopting():
-    """This process is the parent of orphans, as `serve` is."""
+    """This process adopts orphans, as `serve` does."""
     process.adopt_orphans()
     yield
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
@@ -108,11 +108,11 @@ async def test_it_has_none_of_the_servers_secrets_and_rights(served, root, tmp_p
         assert found["user"] in isolation._USERS
         assert found["groups"] == []
         assert found["kill"] == found["private"] == found["root"] == "PermissionError"
-        assert found["limit"] == "ValueError"  # it may not be raised
+        assert found["limit"] == "ValueError"  # it cannot be raised
         assert "CapEff:\t0000000000000000" in found["status"]
 
 
-@pytest.mark.skipif(isolation.landlock() < 6, reason="the kernel cannot keep processes apart")
+@pytest.mark.skipif(isolation.landlock() < 6, reason="the kernel cannot isolate processes")
 async def test_where_no_user_can_be_chosen_it_reads_and_signals_no_other(served, root, monkeypatch):
     """The engine's processes have the server's environment, and its user."""
     monkeypatch.setattr(isolation, "_may_choose", lambda: False)
@@ -172,9 +172,9 @@ def look(answer):
 
 
 @as_another
-@pytest.mark.skipif(not isolation.landlock(), reason="the kernel keeps no file from it")
+@pytest.mark.skipif(not isolation.landlock(), reason="the kernel cannot hide files from processes")
 async def test_no_descriptor_leads_out_of_its_folder(served, tmp_path):
-    """The adapter lies in a folder that only root may enter, as downloaded ones do."""
+    """The adapter is in a folder that only root may enter, as downloaded ones are."""
     closed = tmp_path / "closed"
     root = closed / "open" / "adapters"
     root.mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_it_is_on_as_in_lmi_and_off_in_secure_mode(secure, given, runs):
 
 
 async def test_a_handle_of_an_adapters_is_refused(served, root):
-    """It would not be called, and nobody would notice."""
+    """The server would never call it, and nobody would notice."""
     answer = await register(served, "one", with_code(root / "one", "def handle(inputs): pass"), 424)
     assert "handle is called in the model's own model.py" in answer["message"]
     text = LOOKS + "handle = look\n"
@@ -376,7 +376,7 @@ EVIL = {
 @as_another
 @pytest.mark.parametrize("evil", EVIL)
 async def test_nothing_that_it_does_stops_the_server(adopting, served, root, evil):
-    """Its own request fails or not; others are answered, and the event loop turns."""
+    """Its own request may fail. Other requests are answered, and the event loop keeps turning."""
     await register(served, "plain", write(root / "plain"))
     text = HOSTILE.replace("EVIL", EVIL[evil])
     await register(served, "one", with_code(root / "one", text))
@@ -386,7 +386,7 @@ async def test_nothing_that_it_does_stops_the_server(adopting, served, root, evi
     async def tick():
         nonlocal longest
         while True:
-            begun = time.thread_time()  # which no other process on the machine delays
+            begun = time.thread_time()  # which other processes of the machine do not delay
             await asyncio.sleep(0.001)
             longest = max(longest, time.thread_time() - begun)
 
@@ -412,7 +412,7 @@ async def test_nothing_that_it_does_stops_the_server(adopting, served, root, evi
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < most * 1024
 
 
-async def test_of_what_it_prints_so_much_is_logged(served, root, caplog):
+async def test_a_bounded_part_of_its_output_is_logged(served, root, caplog):
     text = """
 @output_formatter
 def evil(answer):
@@ -445,7 +445,7 @@ async def test_what_it_may_not_read_is_told(served, root):
 
 
 async def test_private_files_in_an_archive_are_read(served, root):
-    """Who packs an archive may have kept its files to himself."""
+    """The author of an archive may have packed files that only he could read."""
     folder = with_code(root / "one", "from helper import formatter\n")
     (folder / "helper.py").write_text(
         "from djl_python.output_formatter import output_formatter\n"

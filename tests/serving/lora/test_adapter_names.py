@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in the names that training tools write today, and what vLLM would not apply."""
+"""Adapters with the names that training tools write today, and weights that vLLM would not
+apply.
+"""
 
 import json
 import math
@@ -55,7 +57,7 @@ def write(folder: Path, shapes, **config) -> Path:
 
 @pytest.fixture
 async def register(shared, tmp_path):
-    """Registers an adapter with a server whose model this is; the answer's status and message."""
+    """Registers an adapter with a server of this model. Returns the answer's status and message."""
 
     async def answer(architecture, base, shapes, engine=(), pooling=False, **config):
         root = tmp_path / "adapters"
@@ -112,7 +114,7 @@ async def test_a_checkpoint_with_todays_names_takes_the_old_ones(register):
 @pytest.mark.parametrize(
     ("architecture", "base", "module"),
     [
-        # vLLM's names for what a model that sees is made of have no `model.layers`.
+        # vLLM's module names for a vision model have no `model.layers`.
         ("Qwen3VLForConditionalGeneration", "model.language_model", "model"),
         ("Gemma3ForConditionalGeneration", "language_model.model", "model"),
         ("LlamaForCausalLM", "model", "model.language_model"),
@@ -369,13 +371,13 @@ async def test_modules_to_save_and_ranks(register, shapes, config, fault):
 
 @pytest.mark.nightly
 def test_names_are_those_of_the_pinned_vllm(capfd):
-    # In a process of its own: packages that are not installed are replaced there.
+    # In a separate process, where packages that are not installed are replaced.
     command = [sys.executable, "-m", "tools.generate.vllm_adapters", "--check"]
     assert subprocess.run(command, check=False).returncode == 0, capfd.readouterr().out
 
 
 def test_every_pattern_is_one_of_pythons():
-    """vLLM's own are of a package that knows more."""
+    """vLLM's own patterns use a package with a richer syntax."""
     for rules in json.loads(vllm_adapters.PATH.read_text())["renames"].values():
         for old, new in rules.get("regex", {}).items():
             re.compile(old).sub(new, "")

@@ -31,7 +31,7 @@ def serving_hub():
 
 @pytest.fixture
 def hub(serving_hub, monkeypatch, tmp_path):
-    """It has an adapter, with what programs for training leave beside it."""
+    """A hub with an adapter, and the files that training programs leave beside it."""
     folder = write(tmp_path / "made")
     files = {it.name: it.read_bytes() for it in folder.iterdir()}
     more = {"README.md": b"# French", "checkpoint-5/adapter_model.safetensors": b"none"}

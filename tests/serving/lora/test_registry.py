@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters over a fake engine: the calls of SageMaker and LMI, bad input, and random lives."""
+"""Adapters with a fake engine: the calls of SageMaker and LMI, bad input, and random sequences of
+calls.
+"""
 
 import asyncio
 import contextlib
@@ -65,7 +67,7 @@ def root(tmp_path):
 
 
 def registry(engine, root, slots=(2, 2), limit=100, code=True) -> AdapterRegistry:
-    """slots: of the batch, and of the engine. code: adapters may have some."""
+    """slots: those of the batch, and of the engine. code: whether adapters may have code."""
     files = AdapterFiles((root.resolve(),), ("mine",), root.parent / "store", 20_000)
     start = functools.partial(start_user_code, tokenizer=root, limits=LIMITS, of_adapter=True)
     given = (*slots, limit, start if code else None, engine.names)
@@ -74,7 +76,7 @@ def registry(engine, root, slots=(2, 2), limit=100, code=True) -> AdapterRegistr
 
 @pytest.fixture
 async def served(root, shared):
-    """A server with a registry of the test's own."""
+    """A server with a separate registry."""
     engine = shared.engine
     for kept in (engine.loads, engine.loaded, engine.misused, engine.bodies):
         kept.clear()
@@ -196,7 +198,7 @@ async def test_a_pin_that_is_not_to_be_loaded_is_refused(served, root):
 
 
 async def test_preloading_as_lmi_does(served, root, monkeypatch):
-    """OPTION_LMI_PRELOAD=true: what is registered is loaded, unless the call says otherwise."""
+    """OPTION_LMI_PRELOAD=true: a registered adapter is loaded, unless the call says otherwise."""
     settings = dataclasses.replace(served.settings, lmi_preload=True)
     monkeypatch.setattr(served.pipeline, "_settings", settings)
     await register(served, "one", write(root / "one"))
@@ -340,7 +342,7 @@ async def test_what_is_in_use_is_never_unloaded(served, root):
     assert len(served.engine.loaded) == 2
     assert not third.done()
     assert not gone.done()
-    await ask(served, "one", 424)  # new requests do not see it any more
+    await ask(served, "one", 424)  # new requests do not see it any longer
     served.engine.gate.set()
     assert {(await request).status_code for request in held} == {200}
     assert (await gone).status_code == 200
@@ -486,7 +488,7 @@ async def test_an_archive_is_unpacked(served, root):
     await register(served, "one", archive)
     await register(served, "two", f"file://{archive}")
     assert (await ask(served, "one"))["model"] == "one"
-    shutil.rmtree(root.parent / "store")  # what a cleaner of /tmp does
+    shutil.rmtree(root.parent / "store")  # a cleaner of /tmp does this
     assert (await ask(served, "two"))["model"] == "two"
 
 
@@ -503,9 +505,9 @@ def pax(name, **headers):
 
 
 def raw(name, size, kind=tarfile.REGTYPE) -> bytes:
-    """A header that says anything, as tarfile would not write it."""
+    """A header with arbitrary values, which tarfile would not write."""
     block = bytearray(member(name, kind=kind).tobuf(tarfile.GNU_FORMAT))
-    number = size.to_bytes(11, signed=True)  # as GNU writes what octal digits cannot
+    number = size.to_bytes(11, signed=True)  # as GNU tar writes numbers too large for octal digits
     block[124:136] = (b"\xff" if size < 0 else b"\x80") + number
     block[148:156] = b" " * 8
     block[148:155] = b"%06o\0" % sum(block)
@@ -562,7 +564,7 @@ async def test_an_archive_that_lies_leaves_nothing(served, root, parts, message)
     assert message in answer["message"]
     store = root.parent / "store"
     assert disk_usage(store) == 0
-    # What has failed does not count any more.
+    # A failed archive no longer counts.
     await register(served, "one", packed(write(root / "good"), member("large", 18_000)))
     assert disk_usage(store) > 18_000
 
@@ -692,7 +694,7 @@ async def test_from_s3_the_weights_come_at_first_use(served, root, bucket, aws):
 
 @pytest.fixture
 def clients(monkeypatch):
-    """The sessions by which clients of S3 are made, one for each."""
+    """The sessions that made clients of S3, one for each client."""
     sessions = []
     make = boto3.session.Session.client
 
@@ -715,7 +717,7 @@ async def test_what_is_checked_and_fetched_from_s3_was_listed_once(
     aws.listed.clear()
     await register(served, "one", src, preload="true")
     assert len(aws.listed) == 1
-    # One that is given up soon when S3 does not answer, and one for transfers.
+    # One client has short time-outs, in case S3 does not answer; the other one is for transfers.
     assert len(clients) == 2
     assert clients[0] is clients[1]
     await ask(served, "one")
@@ -723,7 +725,7 @@ async def test_what_is_checked_and_fetched_from_s3_was_listed_once(
 
 
 async def test_a_load_at_first_use_lists_again(served, root, bucket, aws, clients):
-    """What was registered may have changed since."""
+    """The registered files may have changed since."""
     src = bucket(write(root / "one"), "later")
     aws.listed.clear()
     await register(served, "one", src)
@@ -853,7 +855,7 @@ BAD = [
 
 
 def relaid(folder: Path, change, more=b"") -> None:
-    """Change what the header says of lora_B."""
+    """Change the header's entry for lora_B."""
     weights = folder / "adapter_model.safetensors"
     content = weights.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -914,7 +916,7 @@ async def test_without_lora_it_says_so(anyio_backend):
 
 
 async def leaving(served, name="one"):
-    """A request whose client leaves once the engine has begun to load the adapter for it."""
+    """A request whose client leaves after the engine has begun to load its adapter."""
     begun = len(served.engine.loads)
     asking = asyncio.create_task(served.invoke({"prompt": "a b"}, headers={IDENTIFIER: name}))
     while len(served.engine.loads) == begun:
@@ -925,13 +927,15 @@ async def leaving(served, name="one"):
 
 
 async def loaded(served) -> float:
-    """How many adapters the registry counts as loaded; has to be what the engine has."""
+    """The number of adapters that the registry counts as loaded; it must equal the engine's
+    number.
+    """
     lines = (await served.client.get("/metrics")).text.splitlines()
     (number,) = (float(it.split()[1]) for it in lines if it.startswith("slipway_adapters_loaded "))
     return number
 
 
-async def test_one_that_loads_for_nobody_is_taken_away_when_it_has_loaded(served, root):
+async def test_an_adapter_that_nobody_waits_for_is_removed_after_its_load(served, root):
     await register(served, "one", write(root / "one"))
     served.engine.may_load.clear()
     await leaving(served)
@@ -1035,15 +1039,16 @@ async def test_an_update_that_cannot_be_pinned_leaves_nothing_in_the_engine(serv
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_lives(served, root, seed):
-    """Whatever is asked for at the same time, whoever leaves and however loads end: no request gets
-    another version, no slot is lost, and the engine has what the registry thinks it has.
+    """Random calls run at once, clients leave, and loads succeed or fail. No request gets another
+    version, no slot is lost, and the engine has exactly the adapters that the registry counts as
+    loaded.
     """
     chance = random.Random(seed)
     folders = {name: [write(root / f"{name}{n}", n) for n in range(3)] for name in "abcd"}
     engine, statuses = served.engine, set()
 
     async def weather():
-        """Loads end at once, take long or fail, by turns."""
+        """Let loads end at once, take long, or fail, by turns."""
         while True:
             engine.fails_to_load = chance.random() < 0.3
             (engine.may_load.set if chance.random() < 0.4 else engine.may_load.clear)()
@@ -1067,7 +1072,7 @@ async def test_random_lives(served, root, seed):
     async def live():
         for _ in range(40):
             name = chance.choice("abcd")
-            patience = chance.choice((None, 0.05))  # of one who leaves
+            patience = chance.choice((None, 0.05))  # of a client that leaves
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience):
                     answer = await act(name, str(chance.choice(folders[name])))
@@ -1081,7 +1086,7 @@ async def test_random_lives(served, root, seed):
     engine.may_load.set()
     adapters = served.pipeline.adapters
     assert statuses <= {200, 404, 409, 424}
-    async with asyncio.timeout(10):  # what was begun for those who left has to end as well
+    async with asyncio.timeout(10):  # loads for clients that have left must also end
         while (
             any(it.wanted for it in adapters.listed())
             or {*engine.loaded} != {it.inner for it in adapters.listed() if it.loaded}
@@ -1097,7 +1102,7 @@ async def test_random_lives(served, root, seed):
 
 
 def of_size(folder, name, size):
-    """An archive of an adapter with code, of about so many bytes."""
+    """An archive of an adapter with code, of about this number of bytes."""
     path = folder / f"{name}.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         for file, content in (
@@ -1112,13 +1117,13 @@ def of_size(folder, name, size):
 
 
 def test_servers_that_share_a_folder_keep_each_others_adapters(tmp_path):
-    """As two containers with one volume do, both of port 8080: this process, and others."""
+    """Two containers with one volume, both of port 8080: this process, and others."""
     store = tmp_path / "downloads" / "adapters-8080"
     one, two, three = (of_size(tmp_path, it, 600_000) for it in ("one", "two", "three"))
     first = AdapterFiles((tmp_path,), (), store, 1_000_000)
     copy = first.fetch(first.locate(one))
     second = AdapterFiles((tmp_path,), (), store, 1_000_000)
-    with pytest.raises(NoSlot):  # what the first one uses counts
+    with pytest.raises(NoSlot):  # the first one's files count
         second.fetch(second.locate(two))
     assert (copy.folder / "model.py").read_text() == "# one"
     with pytest.raises(NoSlot):
@@ -1160,7 +1165,7 @@ def test_a_server_that_died_holds_nothing(tmp_path):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
 async def test_a_model_that_is_not_registered_does_not_reach_the_engine(served, root, path):
-    """Though the engine may have it: it may know adapters that nobody has registered here."""
+    """The engine may have more adapters than the registry."""
     await register(served, "one", write(root / "one"))
     served.engine.loaded.append("outside")
     given = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that share a list of adapters, each over a fake engine."""
+"""Servers that share a list of adapters, each with a fake engine."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ def listed(tmp_path):
 
 @pytest.fixture
 def valkey(tmp_path):
-    """A server that has nothing after a restart."""
+    """A Valkey that is empty after a restart."""
     port, folder = ports.free(), str(tmp_path)
     program = Program(
         *(str(get_binary_path()), "--save", "", "--dir", folder, "--port", f"{port}"),
@@ -72,7 +72,7 @@ def valkey(tmp_path):
 
 @pytest.fixture(params=["folder", "valkey"])
 def shared(request):
-    """A list of each kind that all servers see at once."""
+    """A list of each kind, which all servers see at once."""
     if request.param == "folder":
         return request.getfixturevalue("listed")
     return f"valkey://127.0.0.1:{request.getfixturevalue('valkey').port}/1"
@@ -179,7 +179,7 @@ async def test_what_changes_on_one_changes_on_all(root, shared, listed):
 
 
 async def test_one_name_for_two_things_at_once(root, shared):
-    """All have the one that was listed last."""
+    """All servers get the one that was listed last."""
     async with server(root, shared) as one, server(root, shared) as other:
         sources = [write(root / "a"), write(root / "b", content=1)]
         calls = zip((one, other), sources, strict=True)
@@ -195,7 +195,7 @@ async def test_one_name_for_two_things_at_once(root, shared):
             assert has_it.src == one.pipeline.adapters.get("same").src
 
 
-async def test_what_happened_while_one_was_away(root, shared):
+async def test_a_server_that_was_away_catches_up(root, shared):
     async with server(root, shared) as one, server(root, shared, follows=False) as other:
         for name in ("a", "b"):
             await register(one, name, write(root / name))
@@ -203,7 +203,7 @@ async def test_what_happened_while_one_was_away(root, shared):
         await one.client.delete("/adapters/a")
         await register(one, "c", write(root / "c"))
         assert await names(other) == ["a", "b"]
-        for _ in range(2):  # at the first look a deletion by the router may be on its way
+        for _ in range(2):  # at the first look, the router's deletion may still be in flight
             await other.pipeline.adapters.catch_up()
         assert await names(other) == ["b", "c"]
 
@@ -221,7 +221,7 @@ async def test_new_content_at_the_same_place_reaches_all(root, shared):
 
 
 async def test_the_same_call_on_all_is_no_conflict(root, shared):
-    """As the router makes it."""
+    """The router makes such calls."""
     async with server(root, shared) as one, server(root, shared) as other:
         for n in range(5):
             src = write(root / f"a{n}")
@@ -268,7 +268,7 @@ async def test_a_list_that_cannot_be_used_changes_nothing(root, listed, caplog):
 
 
 async def test_what_is_listed_and_of_no_use_is_fetched_once(root, listed, aws, tmp_path):
-    """An archive whose upload broke off; once it is whole, it is registered."""
+    """The upload of an archive broke off. Once the archive is whole, it is registered."""
     aws.client.create_bucket(Bucket="mine")
     folder = write(tmp_path / "one")
     with tarfile.open(tmp_path / "one.tar.gz", "w:gz") as archive:
@@ -301,7 +301,7 @@ ODD_NAMES = (
 
 
 async def test_odd_fields_of_a_store_end_no_following(root, valkey, caplog):
-    """What is listed after them is registered, and what is taken out goes."""
+    """Adapters that are listed after the odd fields are registered, and removed ones disappear."""
     url = f"valkey://127.0.0.1:{valkey.port}"
     store = Redis(port=valkey.port)
     async with server(root, url) as one, server(root, url) as other:
@@ -331,7 +331,9 @@ async def test_other_content_than_where_it_was_registered_is_told(root, listed, 
 
 
 async def test_a_store_that_has_lost_all_gets_it_back(root, valkey, caplog):
-    """Of what is missing there nothing was deleted, and what was deleted does not come back."""
+    """An adapter that the store has lost does not count as deleted, and a deleted adapter does not
+    come back.
+    """
     url = f"valkey://127.0.0.1:{valkey.port}"
     async with server(root, url) as one, server(root, url) as other:
         for name in ("a", "b"):
@@ -360,7 +362,7 @@ async def test_a_store_that_has_lost_all_gets_it_back(root, valkey, caplog):
 
 
 def test_old_deletions_are_forgotten(valkey):
-    """By all: who knows of one does not write it again."""
+    """Every server forgets them: none writes an old deletion again."""
     url = f"valkey://127.0.0.1:{valkey.port}"
     one, other = ListStore(url), ListStore(url)
     one.put("a.json", b"1")
@@ -372,7 +374,7 @@ def test_old_deletions_are_forgotten(valkey):
         assert sorted(client.hkeys(ListStore.KEY)) == [b"a.json", b"version"]
 
 
-def test_of_a_large_field_in_a_store_so_much_is_read(valkey):
+def test_a_bounded_part_of_a_stores_large_field_is_read(valkey):
     it = ListStore(f"valkey://127.0.0.1:{valkey.port}")
     it.put("a.json", b"1")
     with Redis(port=valkey.port) as client:
@@ -430,10 +432,10 @@ async def test_a_list_in_s3(root, aws):
             assert answer.status_code == 200
             await until_async(lambda: late.pipeline.adapters.get("a").src == new)
             before = len(aws.listed)
-            await until_async(lambda: len(aws.listed) > before + 4)  # both have read what is new
+            await until_async(lambda: len(aws.listed) > before + 4)  # both have read the changes
             aws.fetched.clear()
             await until_async(lambda: len(aws.listed) > before + 8)
-            assert not aws.fetched  # what is as it was is not read again
+            assert not aws.fetched  # unchanged files are not read again
             await first.client.delete("/adapters/a")
             await has(late, "b")
     listed = aws.client.list_objects_v2(Bucket=BUCKET)["Contents"]
@@ -484,7 +486,7 @@ async def test_the_last_change_counts_whoever_has_seen_those_before(
 
 
 class Slow(ListFolder):
-    """Whose call of that name has done its work, but does not end yet."""
+    """A list whose method of this name has done its work, but does not return yet."""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters are worked on at once, by a clock that the tests set."""
+"""Which adapters are in the batch at once, by a clock that the tests set."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Batch:
-    """A batch's slots, and who has one, by a clock that the tests set."""
+    """A batch's slots and their adapters, by a clock that the tests set."""
 
     def __init__(self, number):
         self.number = number
@@ -82,21 +82,21 @@ async def test_a_slot_is_kept_for_a_time_only_while_others_wait(batch):
     await batch.come("a")
     assert batch.inside == [*"aba"]
     await batch.come("c")
-    await batch.come("a")  # c has only just come
+    await batch.come("a")  # c has only just arrived
     assert batch.inside == [*"abaa"]
     batch.now += QUANTUM_S
     await batch.come("a")
     await batch.come("b")
-    assert batch.inside == [*"abaab"]  # the one that came first gives way
+    assert batch.inside == [*"abaab"]  # the one that came first loses its slot
     batch.now += QUANTUM_S
     await batch.come("b")
-    assert batch.inside == [*"abaab"]  # and now either of them
+    assert batch.inside == [*"abaab"]  # now both lose theirs
     await gone(first[1])
     assert batch.inside == [*"aaab"]
 
 
 async def test_one_that_has_only_just_got_its_slot_keeps_it(batch):
-    """Or those that wait would pass one request of each on to the next."""
+    """Otherwise the waiting adapters would replace each other after one request each."""
     first = [await batch.come(name) for name in "ab"]
     await batch.come("c")
     await batch.come("d")
@@ -121,7 +121,7 @@ async def test_when_nobody_waits_any_more_all_go_on(batch):
     assert batch.inside == [*"aba"]
 
 
-async def test_where_there_are_none_any_more_that_is_told(batch):
+async def test_a_request_without_any_slot_is_refused_with_the_option(batch):
     await batch.come("a")
     await batch.come("b")
     waiting = await batch.come("c")
@@ -135,7 +135,7 @@ async def test_where_there_are_none_any_more_that_is_told(batch):
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_everybody_has_a_turn_and_no_slot_is_lost(batch, seed):
-    """Requests come all the time for all of them, take their time, and some give up."""
+    """Requests keep coming for all adapters, take some time, and some give up."""
     chance = random.Random(seed)
     served = dict.fromkeys("abcdef", 0)
     requests = []
@@ -173,7 +173,7 @@ async def test_a_new_one_is_answered_although_others_never_cease(monkeypatch, tm
 
         others = [asyncio.create_task(never_ceasing(name)) for name in ("one", "two") * 3]
         await until_async(lambda: len(engine.loaded) == 2)
-        # By a client of its own: httpx's pool has no turns, and the others are always quicker.
+        # With a separate client: httpx's pool has no turns, and the others are always quicker.
         async with httpx.AsyncClient(base_url=served.url, timeout=20) as client:
             answer = await client.post("/invocations", json={"prompt": "a", "model": "three"})
             assert (answer.status_code, answer.json()["model"]) == (200, "three")
@@ -189,7 +189,7 @@ async def test_its_deadline_and_its_client_end_a_wait(monkeypatch, tmp_path):
         adapters = served.pipeline.adapters = registry(engine, root, slots=(1, 1))
         for number, name in enumerate(("one", "two")):
             await register(served, name, write(root / name, number))
-        stream = {"inputs": "wait a", "stream": True, "adapters": "one"}  # which has more time
+        stream = {"inputs": "wait a", "stream": True, "adapters": "one"}  # this one has more time
         held = asyncio.create_task(served.invoke(stream))
         await until_async(lambda: engine.running == 1)
         assert (await served.invoke({"inputs": "a", "adapters": "two"})).status_code == 504

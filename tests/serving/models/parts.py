@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A container with several models whose engine is the fake one, as in tests/serving/copies.
+"""A container with several models and the fake engine, as in tests/serving/copies.
 
-MODEL_SLOW has seconds that an answer takes. A model starts only if its folder has no file FAULT;
-its content is the reason.
+MODEL_SLOW: the seconds that an answer takes. A model whose folder has a file FAULT does not start;
+the file's content is the reason.
 """
 
 import asyncio

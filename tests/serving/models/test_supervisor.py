@@ -134,7 +134,7 @@ def test_a_killed_server_is_started_again_by_the_next_request(turns):
 
 
 def test_sigterm_refuses_those_that_wait(turns):
-    """The last of these: it stops the container."""
+    """The last test with this container, which it stops."""
     turns.ask("a")
     got = []
     waiting = threading.Thread(target=lambda: got.append(turns.ask("b")))

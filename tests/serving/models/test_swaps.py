@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models run: the rules one by one, and the decisions of whole days in a simulation."""
+"""Which models run: the rules one by one, and a simulation that decides for whole days."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ def test_the_least_recently_used_makes_room_and_no_more_than_needed():
     small = up("small", 1, used=NOW - 90)
     assert decided(waits("a", 7), old, new) == (Step("old", Act.STOP),)
     assert decided(waits("a", 9), old, new) == (Step("old", Act.STOP), Step("new", Act.STOP))
-    # The oldest alone would not be enough, and the next one makes it needless.
+    # The oldest one alone would not free enough, and the next one alone does.
     assert decided(waits("a", 6), old, new, small) == (Step("old", Act.STOP),)
 
 
@@ -93,7 +93,7 @@ def test_nothing_overtakes_who_is_overdue():
     )
 
 
-def test_room_that_is_being_made_is_kept_for_whom_it_is_made():
+def test_freed_room_is_reserved_for_the_model_that_it_is_freed_for():
     stopping = model("b", State.STOPPING, 6)
     assert decided(waits("a", 8, seconds=2), stopping, waits("c", 4)) == ()
     assert decided(waits("a", 8, seconds=2), stopping, waits("c", 1)) == ()
@@ -125,7 +125,7 @@ def test_sleepers_wake_and_make_room_when_memory_of_the_host_is_short():
     wants = gpu("a", State.COLD, waiting_since=NOW - 1)
     assert decided(wants, sleeper, room=Footprint(2 * GB, 20 * GB)) == (Step("b", Act.STOP),)
     falling = gpu("b", State.STOPPING, falls_asleep=True)
-    # Its memory on the host stays; what it gives on the GPU is not enough yet.
+    # Its memory on the host stays, and the memory that it frees on the GPU is not enough.
     assert decided(wants, falling, room=GPU) == ()
 
 
@@ -183,7 +183,9 @@ STOP_S = 3
 
 @dataclasses.dataclass
 class Simulated:
-    """One model in the simulation: its times, and the requests that wait and run, by their ends."""
+    """One model in the simulation: its times, and the waiting and running requests by their
+    ends.
+    """
 
     size: int
     takes: int
@@ -270,14 +272,16 @@ def test_every_request_of_a_day_is_answered_and_memory_always_suffices(day):
 
 
 def test_alternating_load_swaps_no_more_often_than_the_rules_allow():
-    """A B A B, a request each second: who is up stays for its start's time, and all go at once."""
+    """A B A B, a request each second: a model stays up for its start's time, and all waiting
+    requests then run at once.
+    """
     models = {name: Simulated(6, 20, False) for name in "ab"}
     requests = [(at, "ab"[at % 2], 1) for at in range(600)]
     waited, stops = simulate(models, requests, 10)
     assert len(waited) == 600
     assert all(up_for >= 20 for _, _, up_for in stops)
     assert len(stops) <= 600 / (20 + 20 + STOP_S) + 1
-    bound = 2 * 20 + 20 + 20 + 2 * STOP_S + 20  # to be overdue, to stop, to start, and its minimum
+    bound = 2 * 20 + 20 + 20 + 2 * STOP_S + 20  # overdue, stop, start, and its minimum
     assert max(seconds for _, seconds in waited) <= bound
 
 

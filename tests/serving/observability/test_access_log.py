@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of requests: lines of the log, series, error rates. Only the engine is a fake."""
+"""Records of requests: lines of the log, series, error rates. Only the engine is a fake."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ SECRET = "my very own prompt"
 
 @pytest.fixture
 def told(caplog):
-    """The facts of the lines of requests so far."""
+    """The facts of the lines about requests so far."""
     caplog.set_level(logging.INFO, "serving.access")
 
     def facts():
@@ -102,7 +102,7 @@ async def test_a_client_that_left_is_told(shared, told):
 
 
 async def test_a_request_that_is_cancelled_at_the_end_is_told(served, told):
-    """Uvicorn does so where the engine does not hear that the server stops."""
+    """Uvicorn cancels requests if the engine does not notice that the server stops."""
 
     async def hangs():
         await asyncio.Event().wait()

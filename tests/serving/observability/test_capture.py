@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries and children write becomes lines of the log: real processes."""
+"""The output of libraries and children becomes lines of the log: real processes."""
 
 import json
 import os
@@ -162,4 +162,4 @@ def test_no_line_ends_the_log(form):
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert b"the last word" in ended.stderr
     assert b'"logger": []' in ended.stderr.replace(b"\\", b"")
-    assert b"[" * 21 in ended.stderr  # as text: nothing is lost
+    assert b"[" * 21 in ended.stderr  # as text: it is complete

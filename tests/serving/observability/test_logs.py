@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log writes, and at which level."""
+"""The lines that the log writes, and their levels."""
 
 import asyncio
 import io
@@ -64,7 +64,7 @@ def test_signals_change_the_level_of_a_running_router(tmp_path):
 
 
 def test_lines_of_requests_are_written_together_and_in_their_order():
-    """A pipe of packets shows each write. Other processes write to it as well."""
+    """A pipe of packets shows each write. Other processes also write to it."""
     reading, writing = os.pipe2(os.O_DIRECT)
     with os.fdopen(writing, "w") as stream, os.fdopen(reading, "rb", 0) as pipe:
         handler = Handler(stream, JsonFormatter())
@@ -115,7 +115,7 @@ def test_a_process_that_is_forked_meanwhile_does_not_write_them_again():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_router_that_stops_has_written_a_line_for_each_request(processes, tmp_path):
-    replicas = {"OPTION_ROUTER_REPLICAS": "http://127.0.0.1:9"}  # nobody is there
+    replicas = {"OPTION_ROUTER_REPLICAS": "http://127.0.0.1:9"}  # without a server
     environ = {**replicas, "OPTION_ROUTER_PROCESSES": str(processes)}
     command = (sys.executable, "-m", "serving", "route")
     with Program(*command, environ=environ, log=tmp_path / "log") as it:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests meet the operator's objectives. The engine, a fake, says how quick it was."""
+"""Which requests meet the operator's objectives. The fake engine reports its times."""
 
 import pytest
 from prometheus_client import REGISTRY
@@ -25,7 +25,9 @@ def counted():
 
 @pytest.fixture
 def more():
-    """What has been counted since: `ttft+` for one that met it, `itl-` for one that missed it."""
+    """Returns a function that shows the new counts: `ttft+` for a request that met the objective,
+    `itl-` for one that missed it.
+    """
     before = counted()
 
     def found():
@@ -43,8 +45,8 @@ def more():
         (0, 0, "/v1/completions", PROMPT | {"stream": True}, "ttft+ itl+ all+"),
         (100, 0, "/v1/completions", PROMPT | {"stream": True}, "ttft- itl+ all-"),
         (0, 1, "/invocations", {"inputs": "a b"}, "ttft+ itl- all-"),
-        (0, 1, "/invocations", {"inputs": "a"}, "ttft+ all+"),  # nothing is between
-        (0, 0, "/v1/completions", {"prompt": "refuse"}, ""),  # its client's fault
+        (0, 1, "/invocations", {"inputs": "a"}, "ttft+ all+"),  # one token has no gap
+        (0, 0, "/v1/completions", {"prompt": "refuse"}, ""),  # the client's fault
         (0, 0, "/v1/completions", {"prompt": "break"}, "ttft- itl- all-"),
         (0, 0, "/v1/completions", {"prompt": "a fault", "stream": True}, "ttft- itl- all-"),
         (0, 0, "/tokenize", PROMPT, ""),

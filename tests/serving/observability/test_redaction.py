@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of secrets reaches standard error: nothing."""
+"""No secret reaches standard error."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def fresh(monkeypatch):
 
 
 def line(message, *arguments, facts=None, error=None, formatter=None):
-    """What a call of the log would write."""
+    """The line that a call of the log would write."""
     written = io.StringIO()
     logger = logging.Logger("serving.test")
     logger.addHandler(Handler(written, formatter or JsonFormatter()))
@@ -36,7 +36,7 @@ def line(message, *arguments, facts=None, error=None, formatter=None):
 
 
 def places(secret, before, after):
-    """The secret at every place of a line, as text, and as others show it."""
+    """The secret in every part of a line, as text, and as other types show it."""
     text = f"{before}{secret}{after}"
     try:
         raise ValueError(text) from KeyError({"inner": [text]})
@@ -97,7 +97,7 @@ def test_what_is_harmless_stays():
     assert redacted(text) == text.replace("of", "[secret]")
 
 
-def test_of_two_secrets_the_longer_is_hidden_whole():
+def test_a_secret_within_a_longer_one_leaves_no_rest():
     hide({"A_TOKEN": "abcdefgh", "B_TOKEN": "abcdefghijkl", "C_KEY": "short", "D_URL": ""})
     assert redacted("abcdefghijkl abcdefgh short") == "[secret] [secret] short"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/metrics.md has all series of Slipway's own: their owners and their labels."""
+"""docs/reference/metrics.md lists all series of Slipway's own, with their owners and labels."""
 
 import re
 from typing import NamedTuple

@@ -53,7 +53,7 @@ CONTROL = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 
 def on_a_terminal(*command, **environ):
-    """What a terminal gets, and the exit code."""
+    """The bytes that a terminal gets, and the exit code."""
     primary, secondary = pty.openpty()
     kept = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -163,7 +163,7 @@ def test_json_on_a_terminal_is_one_object_a_line():
     assert all(json.loads(line)["level"] for line in shown)
 
 
-def test_why_a_start_failed_is_said_with_what_helps(tmp_path):
+def test_a_failed_start_shows_the_reason_and_the_fix(tmp_path):
     written, code = on_a_terminal(ENTRYPOINT, "serve", str(tmp_path), "--port", "8089")
     assert code == 2
     (line,) = [it for it in lines(written) if "ERROR" in it]

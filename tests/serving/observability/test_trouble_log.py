@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line for a trouble that is met again and again."""
+"""One line for a trouble that occurs again and again."""
 
 import logging
 

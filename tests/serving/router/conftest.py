@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that do what a test wants, and a router in front of them, all on real sockets."""
+"""Replicas that a test controls, and a router in front of them, all on real sockets."""
 
 import asyncio
 import json
@@ -24,19 +24,19 @@ Answer = Callable[["FakeReplica", "Asked", asyncio.StreamWriter], Awaitable[None
 
 
 class Asked(NamedTuple):
-    """A request as a replica got it."""
+    """A request as a replica received it."""
 
     method: str
     target: str
     headers: dict[str, str]
     body: bytes
-    called: str = ""  # by what name identities are signed for the replica
+    called: str = ""  # the name in the replica's signed identities
 
     def json(self) -> Any:
         return json.loads(self.body)
 
     def caller(self, secret: str) -> Caller:
-        """Who the router says has sent it."""
+        """The caller that the router has signed."""
         return Signer(secret, self.called).caller(self.headers["x-slipway-identity"].encode())
 
 
@@ -47,7 +47,7 @@ def whole(status: int, body: bytes, *lines: str) -> bytes:
 
 
 def sends(content: bytes = b"", then_s: float = 0):
-    """A replica that answers with these bytes, and ends its work some seconds later."""
+    """A replica that sends these bytes, and ends its work some seconds later."""
 
     async def answer(replica, asked, writer):
         writer.write(content)
@@ -65,20 +65,20 @@ END = b"0\r\n\r\n"
 
 
 async def close(server: asyncio.Server) -> None:
-    """Close it. By itself asyncio loses, and never closes, a connection that comes at that moment:
-    https://github.com/python/cpython/issues/109564.
+    """Close the server. Without this, asyncio loses a connection that arrives at that moment, and
+    never closes it: https://github.com/python/cpython/issues/109564.
     """
     loop = asyncio.get_running_loop()
     for listening in server.sockets:
         loop.remove_reader(listening.fileno())
-    for _ in range(2):  # what has been accepted is attached
+    for _ in range(2):  # accepted connections are attached
         await asyncio.sleep(0)
     server.close()
 
 
 class FakeReplica:
-    """A server at the seam where replicas are: HTTP. It answers with its name, and misbehaves when
-    told to, by `answer`.
+    """A replica behind the real interface, HTTP. It answers with its name, and `answer` can make it
+    misbehave.
     """
 
     def __init__(self) -> None:
@@ -86,14 +86,14 @@ class FakeReplica:
         self.models: list[dict[str, object]] = [{"id": "base"}]
         self.born = 1.0
         self.tokens = 100_000
-        self.blocks = ""  # what it tells of its cache instead, where it makes no sense
+        self.blocks = ""  # replaces its report of its cache by nonsense
         self.tiers = ""  # the series of its tiers
         self.asked: list[Asked] = []
-        self.secret: str | None = None  # which it shares with the router, as `serve` does
-        self.called = ""  # what it proves to be called
+        self.secret: str | None = None  # the secret that it shares with the router, as `serve` does
+        self.called = ""  # the name that it proves
         self.pings = 0
-        self.probed: dict[str, Asked] = {}  # the router's last questions, by path
-        self.statuses: dict[str, int] = {}  # of other servers than ours, by path
+        self.probed: dict[str, Asked] = {}  # the router's last probes, by path
+        self.statuses: dict[str, int] = {}  # for foreign servers, by path
         self.answer: Answer | None = None
         self.connections: set[asyncio.StreamWriter] = set()
         self.gone = 0  # clients that left before they were answered
@@ -109,7 +109,7 @@ class FakeReplica:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Die: take no connections, and break off those that are."""
+        """Die: accept no connections, and abort the existing ones."""
         server, self._server = self._server, None
         if server:
             await close(server)
@@ -118,7 +118,7 @@ class FakeReplica:
             await asyncio.sleep(0.01)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._server:  # it was accepted before the replica died, and is served after
+        if not self._server:  # it was accepted before the replica died, and served after
             writer.transport.abort()
             return
         self.connections.add(writer)
@@ -205,7 +205,7 @@ class Routed:
     ) -> None:
         self.fleet = fleet
         listener = socket.create_server(("127.0.0.1", 0))
-        # Asyncio does so only for sockets made with TCP's number; else each body waits for 40 ms.
+        # Asyncio sets it only on sockets made with TCP's number; without it each body waits 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -216,7 +216,7 @@ class Routed:
         self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
 
     async def ready(self, count: int | None = None) -> None:
-        """Wait until so many replicas are ready, or all."""
+        """Wait until this number of replicas is ready, or all of them."""
         count = len(self.fleet) if count is None else count
         await until_async(
             lambda: sum(it.state == "ready" for it in self.router.pool.replicas) == count
@@ -229,13 +229,13 @@ class Routed:
         return await self.client.post(path, content=content, **more)
 
     async def raw(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection on which this was sent."""
+        """Send the bytes on a new connection. Returns the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(data)
         return reader, writer
 
     async def answer(self, data: bytes) -> bytes:
-        """All that comes back until the router closes the connection."""
+        """All bytes that come back until the router closes the connection."""
         reader, writer = await self.raw(data)
         found = await asyncio.wait_for(reader.read(), 10)
         writer.close()
@@ -250,8 +250,9 @@ async def routing(
     link: Link | None = None,
     **settings: Any,
 ) -> AsyncIterator[Routed]:
-    """A router in front of so many replicas. models: of a container with several. link: to another
-    of its processes. settings: with `knows`, whether they have its secret.
+    """A router in front of this number of replicas. models: the door of a container with several.
+    link: to another of its processes. settings: `knows` decides whether the replicas have the
+    router's secret.
     """
     knows = settings.pop("knows", True)
     fleet = [FakeReplica() for _ in range(count)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that the router holds, because no replica is ready or all are full: all their ends."""
+"""Requests that the router holds because no replica is ready or all are full: all their ends."""
 
 import asyncio
 import json
@@ -29,13 +29,13 @@ HELD_MS = "x-slipway-held-ms"
 
 
 def full(fleet: list[FakeReplica], slots: int = 1) -> None:
-    """Each of them has room for this number of requests."""
+    """Each replica has room for this number of requests."""
     for it in fleet:
         it.tiers = f"slipway_request_slots {slots}"
 
 
 class Steps:
-    """Answers of replicas that come one by one, when the test wants one more."""
+    """Answers of replicas, released one by one by the test."""
 
     def __init__(self, *fleet: FakeReplica) -> None:
         self.prompts: list[str] = []  # of the requests that replicas have got, in order
@@ -46,7 +46,7 @@ class Steps:
     async def _answer(self, replica, asked, writer):
         self.prompts.append(asked.json()["prompt"])
         await self._go.acquire()
-        # Else its connection is used again before the fake has noticed that it has answered.
+        # Otherwise its connection is used again before the fake has noticed the end of its answer.
         writer.write(whole(200, b"{}", "connection: close"))
 
     def more(self, count: int = 1) -> None:
@@ -72,7 +72,7 @@ async def series(client: httpx.AsyncClient, name: str) -> float:
 
 @asynccontextmanager
 async def holding(slots: int = 1, **settings: Any) -> AsyncIterator[Routed]:
-    """A router that holds requests, and its only replica. slots: its room."""
+    """A router that holds requests, and its only replica. slots: the replica's room."""
     async with routing(1, wait=False, **({"router_hold": 60} | settings)) as it:
         full(it.fleet, slots)
         await it.ready()
@@ -87,7 +87,7 @@ async def one():
 
 @pytest.fixture
 def lines(caplog):
-    """The facts of the lines of requests so far."""
+    """The facts of the lines about requests so far."""
     caplog.set_level(logging.INFO, "serving.access")
     return lambda: [it.facts for it in caplog.records if it.name == "serving.access"]
 
@@ -132,7 +132,7 @@ async def test_what_no_replica_has_room_for_waits_for_its_turn(one):
     assert HELD_MS not in (await asked[0]).headers
     assert int((await asked[3]).headers[HELD_MS]) >= 0
     assert await series(one.client, "slipway_router_held_wait_seconds_count") >= 3
-    # What every replica answers alike is not held.
+    # Requests that every replica answers in the same way are not held.
     assert (await one.client.get("/v1/models")).status_code == 200
 
 
@@ -238,7 +238,7 @@ async def refuse(replica, asked, writer):
 
 @pytest.mark.parametrize("fails", [die, refuse])
 async def test_a_replica_that_fails_at_once_does_not_take_the_whole_queue(one, fails):
-    """It gets no second one of them before it was looked at, which is once a second."""
+    """It gets no second request before it has been probed, which happens once a second."""
     steps = Steps(*one.fleet)
     replica = one.fleet[0]
     inside = ask(one, "inside")
@@ -317,7 +317,7 @@ async def test_priorities_go_first_and_what_may_be_shed_is_not_held(tmp_path):
         assert steps.prompts == ["inside", "urgent", "urgent2", "plain", "plain2"]
 
 
-async def test_where_it_is_full_the_longest_lane_makes_room(tmp_path, monkeypatch):
+async def test_in_a_full_queue_the_longest_lane_loses_its_newest_request(tmp_path, monkeypatch):
     monkeypatch.setattr("serving.router.router.MOST_HELD", 3)
     keys = written(tmp_path / "keys.json")
     async with holding(api_keys_file=keys, router_secret=SECRET) as it:
@@ -338,7 +338,7 @@ async def test_where_it_is_full_the_longest_lane_makes_room(tmp_path, monkeypatc
 
 
 class Container:
-    """A router that holds requests, as a process, and a server that is not started yet."""
+    """A router process that holds requests, and a server that is not started yet."""
 
     def __init__(self, stub: Program, router: Program, client: httpx.AsyncClient) -> None:
         self.stub, self.router, self.client = stub, router, client
@@ -350,7 +350,7 @@ class Container:
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
     async def ended(self, count: int) -> list[str]:
-        """The requests in the order of their ends, by the router's log."""
+        """The requests by their ends, from the router's log."""
         log = self.router.log
         assert log
         found: list[str] = []
@@ -370,7 +370,7 @@ class Container:
             self.stub.end()
 
     async def scaler(self) -> None:
-        """A stand-in for KEDA with autoscaling.yaml: polls the series, and starts a server."""
+        """A stand-in for KEDA with autoscaling.yaml: it polls the series, and starts a server."""
         async with asyncio.timeout(LATE_S):
             while not await series(self.client, "slipway_router_held"):
                 await asyncio.sleep(0.05)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys at the router, and what replicas hear of them."""
+"""Keys at the router, and the callers' identities that replicas get."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def options(tmp_path):
 
 
 def sent(asked):
-    """What a replica heard of who asks."""
+    """The headers about the caller that a replica received."""
     return {name: value for name, value in asked.headers.items() if name in NAMES}
 
 
@@ -43,7 +43,7 @@ async def test_the_router_asks_for_keys_and_replicas_hear_whose_they_are(options
             answer = await it.client.post(
                 COMPLETIONS, json={"prompt": "a"}, headers={**headers, **made_up}
             )
-            if made_up:  # with a secret it is read, and is nobody's
+            if made_up:  # with a secret it is read, and belongs to nobody
                 assert answer.status_code == 401
                 answer = await it.client.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
             assert answer.status_code == 200
@@ -77,7 +77,9 @@ async def test_no_way_to_the_administration_is_for_other_keys(options):
 
 
 async def test_an_adapter_of_others_is_as_one_that_is_not_here(tmp_path):
-    """Where its requests go, and that they fail while its replica is away, would tell of it."""
+    """Otherwise the place of its requests, and their failure while its replica is away, would
+    reveal it.
+    """
     file = written(tmp_path / "keys.json", {"team-a": {}, "team-b": {"adapters": []}})
     options = {"api_keys_file": file, "router_secret": SECRET, "routing_strategy": "roundrobin"}
     async with routing(2, wait=False, **options) as it:
@@ -148,7 +150,9 @@ async def test_tenants_are_apart_in_what_it_knows_of_caches(options):
 
 
 async def test_an_address_that_does_not_prove_the_secret_gets_nothing_that_is_signed(options):
-    """Neither for the router's own questions nor for clients' requests, nor their keys."""
+    """It gets no signed header, neither with the router's own probes nor with clients' requests,
+    and no client's key.
+    """
     async with routing(1, knows=False, **options, admin_api_key=ADMIN) as it:
         replica = it.fleet[0]
         for path in ("/metrics", "/v1/models"):
@@ -175,7 +179,9 @@ async def test_an_address_that_another_server_takes_over_gets_nothing_any_more(o
 
 
 async def test_what_is_signed_for_one_server_is_worth_nothing_at_another(options, monkeypatch):
-    """Somebody in the middle gets what is for the server behind, without admin rights."""
+    """A server in the middle gets the requests for the server behind it, and no admin
+    rights there.
+    """
     async with (
         running(router_secret=SECRET) as server,
         routing(1, knows=False, **options, admin_api_key=ADMIN) as it,
@@ -184,7 +190,7 @@ async def test_what_is_signed_for_one_server_is_worth_nothing_at_another(options
         taken: dict[str, str] = {}
 
         async def relays(reader, writer):
-            """Asks the server for what it is asked, and keeps what it heard."""
+            """Passes requests on to the server, and keeps the signed identities."""
             asked = await _read(reader)
             assert asked
             if token := sent(asked).get("x-slipway-identity"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router keeps of a request: its line in the log, its spans at a collector."""
+"""The router's records of a request: its line in the log, its spans at a collector."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ REFUSAL = whole(503, b"{}")
 
 @pytest.fixture
 def lines(caplog):
-    """The facts of the lines of requests so far."""
+    """The facts of the lines about requests so far."""
     caplog.set_level(logging.INFO, "serving.access")
     return lambda: [it.facts for it in caplog.records if it.name == "serving.access"]
 
@@ -247,7 +247,7 @@ MEASURED = (
 
 
 async def series(it, name):
-    """The values of a series, by its replica or ""."""
+    """The values of a series, by their replicas, or by "" for a series without replicas."""
     text = (await it.client.get("/metrics")).text
     return {
         dict(re.findall(r'(\w+)="([^"]*)"', labels or "")).get("replica", ""): float(value)
@@ -271,7 +271,7 @@ async def test_what_waits_is_told_in_tokens_and_in_seconds():
         await until_async(lambda: one.asked and other.asked)
         tokens = await series(it, "slipway_router_backlog_tokens")
         assert tokens == pytest.approx({one.url: 1000, other.url: 1000}, rel=0.01)
-        # The other one's rate is unknown, so that it counts like the mean of all others.
+        # The other one's rate is unknown, so the mean of all others is used.
         seconds = await series(it, "slipway_router_backlog_seconds")
         assert seconds == pytest.approx({one.url: 2, other.url: 2}, rel=0.01)
         rates = await series(it, "slipway_router_prefill_tokens_per_second")
@@ -282,7 +282,7 @@ async def test_what_waits_is_told_in_tokens_and_in_seconds():
             await fake.stop()
         await asyncio.gather(*asked, return_exceptions=True)
         await it.ready(0)
-        # The last rate that was known is kept for what waits for a server.
+        # The last known rate is kept for requests that wait for a server.
         held = asyncio.create_task(it.post({"prompt": prompt}))
         await until_async(lambda: len(it.router.routing.held) == 1)
         (waits,) = (await series(it, "slipway_router_held_seconds")).values()

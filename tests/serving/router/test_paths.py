@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of servers that are not Slipway's."""
+"""Paths of foreign servers."""
 
 import json
 
@@ -51,7 +51,7 @@ async def test_bytes_pass_as_they_are_both_ways(path, kind):
     "kind", ["image/png", "audio/wav", "video/mp4", "application/octet-stream"]
 )
 async def test_bytes_are_no_prompt(kind):
-    """Neither a prefix that a cache could have, nor as many tokens as they are long."""
+    """They have no prefix that a cache could hold, and their length does not count as tokens."""
     async with routing(1) as it:
         headers = {b"content-type": kind.encode()}
         found = it.router.routing.read(headers, SOUND, b"/v1/images/edits", None)

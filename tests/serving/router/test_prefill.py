@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long prompts that one replica computes and another answers. A request never fails for it."""
+"""Long prompts that one replica prefills for another, which answers. No request fails for it."""
 
 import asyncio
 import hashlib
@@ -39,7 +39,7 @@ slipway_kv_shared_store_info{{store="{store}"}} 1.0
 slipway_kv_chunk_tokens 256.0
 """
 LEAST = 1000
-"""Tokens of 4 bytes from which on a prompt is computed apart."""
+"""The minimum of tokens, of 4 bytes each, for a prompt to be prefilled separately."""
 _numbers = itertools.count()
 
 
@@ -53,7 +53,7 @@ class Divided(NamedTuple):
     decodes: FakeReplica
 
     def phases(self) -> dict[str, list[Phase]]:
-        """What each was asked to do, as the router has signed it; they forget it."""
+        """The signed phases of the requests that each has received since the last call."""
         found = {}
         for name, replica in (("prefills", self.prefills), ("decodes", self.decodes)):
             found[name] = [it.caller(SECRET).phase for it in replica.asked]
@@ -69,8 +69,8 @@ async def divided(
     told: str = TOLD,
     **settings: Any,
 ):
-    """role: of the one that answers. behind: makes the fleet, and what is in front of it. told:
-    what its servers say of themselves.
+    """role: the answering replica's. behind: starts the fleet, and the front of it. told: the
+    servers' own series.
     """
     options = {"router_secret": SECRET, "router_prefill_tokens": LEAST, **settings}
     async with behind(2, wait=False, **options) as it:
@@ -91,7 +91,7 @@ async def test_a_long_prompt_is_computed_on_one_replica_and_answered_by_the_othe
             body, headers={b"x-slipway-route": b"1", b"x-tenant": b"\xe9"}
         )
         assert answer.json()["replica"] == it.decodes.url
-        # The prompt is in the store by then, but for what is no whole chunk.
+        # The prompt is in the store by then, except for its last partial chunk.
         why = answer.headers["x-slipway-route"]
         assert why.startswith(f"prefixaware: {it.decodes.url} engine 0 shared 2,432 of 2,50")
         assert why.endswith(f" tokens, prefilled on {it.prefills.url}")
@@ -106,11 +106,11 @@ async def test_each_is_told_its_phase_and_only_the_router_can_say_it():
         body = long()
         assert (await it.routed.post(body)).status_code == 200
         assert it.phases() == {"prefills": ["prefill"], "decodes": ["decode"]}
-        # What is cached or short is answered at once.
+        # Cached or short prompts are answered at once.
         for again in (body, {"prompt": "Hi"}):
             assert (await it.routed.post(again)).status_code == 200
             assert it.phases() == {"prefills": [], "decodes": [""]}
-        # So is what is no text for a prompt.
+        # Requests without a text prompt are also answered at once.
         await it.routed.post({"input": "word " * 2000}, path="/v1/embeddings")
         assert it.phases() == {"prefills": [], "decodes": [""]}
         forged = await it.routed.post(long(), headers={"x-slipway-identity": "prefill"})
@@ -149,7 +149,7 @@ async def test_what_goes_wrong_with_a_prefill_costs_no_answer(answer, end, monke
         assert (found.status_code, found.json()["replica"]) == (200, it.decodes.url)
         assert it.phases() == {"prefills": ["prefill"], "decodes": [""]}
         assert ended(end) == before + 1
-        assert it.prefills.gone == (end == "timeout")  # its work is not awaited, and ended
+        assert it.prefills.gone == (end == "timeout")  # its work is not awaited, but ended
         assert not it.routed.router.pool.replicas[0].in_flight
 
 
@@ -169,7 +169,7 @@ async def test_a_prefill_server_that_dies_in_the_middle():
 
 
 async def test_a_prefill_server_that_is_found_down():
-    """By its own word, for one: no connection may ever show it."""
+    """It reports its own end: a connection might never show it."""
     async with divided() as it:
         it.prefills.answer = sends(b"", 60)
         before = ended("down")
@@ -221,7 +221,7 @@ async def test_what_keeps_prompts_from_being_handed_over_is_a_warning(stores, se
 
 
 async def test_a_prefill_server_that_takes_no_connections(monkeypatch):
-    """It is not asked again for a while."""
+    """It is not tried again for a while."""
     monkeypatch.setattr(replicas, "CONNECT_S", 0.5)
     async with divided() as it:
         with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as stack:
@@ -259,20 +259,20 @@ slipway_kv_transfer_info{{kv="{store}"}} 1.0
 """
 WHERE = {"do_remote_prefill": True, "remote_block_ids": [[*range(20_000)]]}
 KEPT = json.dumps({"choices": [], "kv_transfer_params": WHERE}, indent=1).encode()
-"""What vLLM answers that keeps a prompt's KV."""
+"""The answer of a vLLM that keeps a prompt's KV."""
 
 
 @asynccontextmanager
 async def fetching(stores: str = "aa", answer: bytes = KEPT, **settings: Any):
-    """Servers of which one fetches the KV that the other has computed."""
+    """Servers that hand KV over directly: one fetches the KV that the other has computed."""
     async with divided(stores, told=FETCHED, **settings) as it:
         it.prefills.answer = sends(whole(200, answer))
         yield it
 
 
 def parts(asked: Asked) -> tuple[object, Any]:
-    """What the router has put in front of a body, if anything, which it has signed; and the
-    client's body.
+    """The signed parameters that the router has put in front of a body, or None, and the client's
+    body.
     """
     caller = asked.caller(SECRET)
     if not caller.hand_over:
@@ -309,7 +309,7 @@ async def test_the_one_that_answers_is_told_where_to_fetch_a_prompts_kv(framing)
         assert (front, clients["prompt"]) == (WHERE, body["prompt"])
         assert first.json()["prompt"] == body["prompt"]
         assert int(second.headers["content-length"]) == len(second.body)
-        # What it has cached by now is not fetched again.
+        # A prompt that it has cached by now is not fetched again.
         assert (await it.routed.post(body)).status_code == 200
         assert in_front(it.decodes.asked[-1]) is None
 
@@ -332,7 +332,7 @@ async def test_an_answer_that_leads_nowhere_costs_no_answer(answer):
 
 @pytest.mark.parametrize("fails", [breaks, sends(whole(503, b"busy"))])
 async def test_another_server_than_the_first_does_not_fetch(fails):
-    """What was fetched once may be gone."""
+    """The KV may be gone after one fetch."""
     async with fetching() as it:
         it.decodes.answer = fails
 
@@ -368,7 +368,7 @@ async def test_the_one_that_has_computed_a_prompt_does_not_fetch_it():
 
 
 async def test_a_connection_that_was_idle_does_not_carry_it():
-    """It would be sent again where that one has just been closed."""
+    """It would be sent again if that connection has just been closed."""
     async with fetching() as it:
         connections = []
 
@@ -425,7 +425,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
 async def test_a_hostile_prefill_server_costs_nobody_an_answer(answer):
-    """Its fault counts as not handed over: the one that answers computes the prompt."""
+    """Its fault counts as a failed hand-over: the answering replica computes the prompt."""
     async with fetching(answer=answer) as it:
         before = ended("refused")
         found = await it.routed.post(long())
@@ -434,7 +434,7 @@ async def test_a_hostile_prefill_server_costs_nobody_an_answer(answer):
         assert ended("refused") == before + 1
 
 
-async def test_of_what_a_prefill_server_says_only_what_is_known_is_passed_on():
+async def test_only_known_parameters_of_a_prefill_server_are_passed_on():
     odd = {"do_remote_decode": True, "slipway_received": 1, "trust": "me", "slipway_prompt": "d"}
     async with fetching(answer=kept_at(**odd)) as it:
         await it.routed.post(long())
@@ -452,7 +452,7 @@ def valkey():
     [
         (2500, sends(whole(400, b"no")), 2500),
         (2500, sends(whole(500, b"no")), 2500),
-        (2500, None, 0),  # the second charges what it has done
+        (2500, None, 0),  # the second one charges its own work
         *((usage, sends(whole(400, b"no")), 0) for usage in (-5, 2**41, 1e300, "9", True, None)),
     ],
 )

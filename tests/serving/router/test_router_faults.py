@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a process, in front of others that are killed, frozen and started again."""
+"""The router as a process, in front of replicas that are killed, suspended and restarted."""
 
 import asyncio
 import contextlib
@@ -44,26 +44,26 @@ class Routed:
         return found
 
     async def ready(self, count: int) -> None:
-        """Wait until so many replicas are ready."""
+        """Wait until this number of replicas is ready."""
         async with asyncio.timeout(LATE_S):
             while sum(it["state"] == "ready" for it in await self.replicas()) != count:
                 await asyncio.sleep(0.05)
 
     async def idle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no request is in flight."""
         async with asyncio.timeout(LATE_S):
             while any(it["requests_under_way"] for it in await self.replicas()):
                 await asyncio.sleep(0.05)
         assert not any(it["prompt_tokens_queued"] for it in await self.replicas())
 
     async def under_way(self, count: int) -> None:
-        """Wait until so many requests are with replicas."""
+        """Wait until the replicas have this number of requests."""
         async with asyncio.timeout(LATE_S):
             while sum(it["requests_under_way"] for it in await self.replicas()) != count:
                 await asyncio.sleep(0.02)
 
     async def stream(self, events: int) -> tuple[str, int, bool]:
-        """Its replica, the events that came of a stream, and whether it was whole."""
+        """A stream's replica, its events, and whether it was complete."""
         body = {"prompt": "Hi", "stream": True, "max_tokens": events}
         found = 0
         replica = ""
@@ -81,7 +81,7 @@ class Routed:
 async def routed(
     count: int = 2, others: Sequence[str] = (), **environ: str
 ) -> AsyncIterator[Routed]:
-    """A router in front of so many replicas, and of others."""
+    """A router in front of this number of replicas, and of others."""
     stubs = [Program(*STUB) for _ in range(count)]
     urls = ",".join([*(it.url for it in stubs), *others])
     options = {"OPTION_ROUTING_STRATEGY": "roundrobin", "OPTION_ROUTER_REPLICAS": urls} | environ
@@ -100,7 +100,7 @@ async def routed(
 
 
 def stopped(router: Program) -> None:
-    """What is under way is not waited for: that takes a second signal."""
+    """The stop does not wait for requests in flight: that takes a second signal."""
     router.kill(signal.SIGTERM)
     router.stop()
 
@@ -110,12 +110,12 @@ async def ready(program: Program) -> None:
 
 
 async def end_of(program: Program) -> int:
-    """Wait for its end. Its exit code."""
+    """Wait for the process's end. Returns its exit code."""
     return await asyncio.to_thread(program.process.wait, LATE_S)
 
 
 def memory(program: Program) -> int:
-    """Bytes that it has in memory."""
+    """The resident memory of a process in bytes."""
     return int(program.own.memory_info().rss)
 
 
@@ -124,7 +124,7 @@ async def test_replicas_that_are_killed_restarted_and_all_gone():
         victim, other = it.stubs
         streams = [asyncio.create_task(it.stream(120)) for _ in range(10)]
         await it.under_way(10)
-        victim.kill(signal.SIGSTOP)  # so that some wait for their answers as it dies
+        victim.kill(signal.SIGSTOP)  # so that some clients wait for their answers as it dies
         waiting = [asyncio.create_task(it.post()) for _ in range(20)]
         await asyncio.sleep(0.2)
         victim.kill()
@@ -191,7 +191,7 @@ def workers(router: Program) -> list[int]:
 
 async def test_processes_on_one_port():
     async def shown() -> list[int]:
-        """What is under way, as a new connection's process knows it."""
+        """The requests in flight, as the process of a new connection knows them."""
         close = {"connection": "close"}
         answer = await it.client.get("/replicas", headers=close)
         return [row["requests_under_way"] for row in answer.json()["replicas"]]
@@ -203,7 +203,7 @@ async def test_processes_on_one_port():
             assert answer.status_code == 200
 
         async def counted() -> bool:
-            """By each process: what one counts it tells once a second."""
+            """Whether every process shows all requests: each publishes its counts once a second."""
             series = [(await it.client.get("/metrics", headers=close)).text for _ in range(6)]
             done = (
                 re.findall(r'requests_total\{[^}]*end="finished"[^}]*\} (\S+)', text)
@@ -270,7 +270,7 @@ async def test_series_of_several_processes_forget_replicas_too(tmp_path):
 
 @pytest.fixture
 def told(capsys):
-    """Says what was measured, whatever pytest captures."""
+    """Prints measurements, even if pytest captures the output."""
 
     def say(text: str) -> None:
         with capsys.disabled():
@@ -303,13 +303,13 @@ async def test_idle_connections(told, count):
             took = (time.monotonic() - began) / 20
             told(f"{count} idle connections: {each:.0f} bytes each, then {took:.4f} s a request")
             assert each < 16_384
-            assert took < 10  # with none it is some ms
+            assert took < 10  # without any it takes some ms
         finally:
             for connection in idle:
                 connection.close()
 
 
-# More would fill what the kernel has for TCP: each takes 8 MB of it, on its way.
+# More connections would fill the kernel's memory for TCP: each takes 8 MB of it in transit.
 @pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.nightly)])
 async def test_slow_readers(told, count):
     sent = 0
@@ -338,7 +338,7 @@ async def test_slow_readers(told, count):
                 slow.append(connection)
             async with asyncio.timeout(LATE_S):
                 last = -1
-                while len(fake.asked) < count or sent > last:  # until all stand still
+                while len(fake.asked) < count or sent > last:  # until all are suspended
                     last = sent
                     await asyncio.sleep(0.5)
             each = (memory(it.router) - before) / count
@@ -353,7 +353,7 @@ async def test_slow_readers(told, count):
 
 
 async def test_a_replica_that_goes_down_while_it_is_connected_to(monkeypatch):
-    """The request is with another by then, and stays there."""
+    """The request is with another replica by then, and stays there."""
     monkeypatch.setattr(replicas, "CONNECT_S", 10)
 
     async def slow(replica, asked, writer):
@@ -398,7 +398,7 @@ async def test_a_streamed_request_that_no_replica_has_seen_goes_to_another(monke
 
 
 async def test_a_router_that_has_just_started():
-    """It does not refuse what it can serve in a moment."""
+    """It holds a request that it can serve in a moment."""
     async with routing(2, wait=False) as it:
         answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(10)))
         assert {answer.status_code for answer in answers} == {200}
@@ -406,13 +406,15 @@ async def test_a_router_that_has_just_started():
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/adapters?name=poet&src=/poet"])
 async def test_a_replica_that_has_just_become_ready(path, monkeypatch):
-    """Who knows it, as from another process of the router, is not refused."""
+    """A client that has learned of it, perhaps from another process of the router, is not
+    refused.
+    """
     monkeypatch.setattr(health, "PING_S", 60.0)
     async with routing(1, wait=False) as it:
         (replica,) = it.fleet
         replica.ping = (503, {"status": "starting"})
         answers = await asyncio.gather(*(it.post({}, path) for _ in range(50)))
         assert {answer.status_code for answer in answers} == {503}
-        assert replica.pings < 10  # together they are no load
+        assert replica.pings < 10  # their load is negligible
         replica.ping = (200, {"status": "ready"})
         assert (await it.post({}, path)).status_code == 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of the router see: HTTP, retries, and who answers."""
+"""The router as its clients see it: HTTP, retries, and the answering replicas."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ async def test_connections_to_a_replica_that_is_gone_are_not_kept(tmp_path):
             listed.write_text("")
             await other.ready(0)
             go_on.set()
-            assert (await asked).text == "late"  # what it has under way it answers
+            assert (await asked).text == "late"  # it answers the requests in flight
             await until_async(lambda: len(replica.connections) < before, 20)
 
 
@@ -292,7 +292,7 @@ async def test_paths():
             *(("GET", path) for path in ("/models", "/models/lmi", "/workflows", "/workflows/lmi")),
             *(("POST", path) for path in ("/models", "/workflows", "/server/logging")),
             *((method, "/models/lmi") for method in ("PUT", "DELETE")),
-        ):  # a replica says what becomes of it; the stub knows none of them
+        ):  # the replica decides about these; the stub knows none of them
             answer = await it.client.request(method, path)
             assert "there is nothing at" not in answer.text, path
         assert (await it.post("Hi", "/v1/load_lora_adapter")).status_code == 404
@@ -358,10 +358,10 @@ async def test_a_slow_reader_holds_the_replica_back():
         it.fleet[0].answer = answer
         reader, writer = await it.raw(posted(b'"Hi"', b"connection: close"))
         before = -1
-        while sent > before:  # until it stands still
+        while sent > before:  # until it no longer moves
             before = sent
             await asyncio.sleep(0.5)
-        assert sent < 20_000_000  # of 32 MB: what sockets hold
+        assert sent < 20_000_000  # of 32 MB: the rest that sockets hold
         found = 0
         while part := await reader.read(1 << 20):
             found += len(part)
@@ -457,7 +457,7 @@ async def test_an_idle_connection_that_the_replica_has_closed_is_no_failure():
     async def answer(replica, asked, writer):
         writer.write(whole(200, b"once"))
         await writer.drain()
-        # Closed just as the next request comes.
+        # The connection is closed just as the next request comes.
         asyncio.get_running_loop().call_later(0.001, writer.transport.abort)
 
     async with routing(1) as it:
@@ -496,7 +496,7 @@ async def test_a_draining_replica_gets_no_new_requests(status):
 
 
 async def test_time_outs_open_no_breaker():
-    """They are about requests and the load, not about the replica."""
+    """They show something about requests and the load, not about the replica."""
     async with routing(2, routing_strategy="roundrobin") as it:
         it.fleet[0].answer = sends(whole(504, b"late"))
         statuses = [(await it.post({"prompt": "Hi"})).status_code for _ in range(60)]
@@ -506,7 +506,7 @@ async def test_time_outs_open_no_breaker():
 async def test_a_replica_whose_answers_make_no_sense_is_looked_at_again(caplog):
     async with routing(2, wait=False) as it:
         odd, other = it.fleet
-        odd.blocks = "9" * 5_000  # Python reads no such number
+        odd.blocks = "9" * 5_000  # Python cannot read such a number
         await it.ready(1)
         await until_async(lambda: "looking at it failed" in caplog.text)
         rows = (await it.client.get("/replicas")).json()["replicas"]
@@ -527,7 +527,7 @@ ONCE = [
 @pytest.mark.parametrize(("path", "body", "headers"), ONCE)
 @pytest.mark.parametrize("fault", ["502", "closed", "down"])
 async def test_what_would_be_made_twice_is_asked_for_once(tmp_path, path, body, headers, fault):
-    """A session, a file or a batch, which the replica may have made before it failed."""
+    """A session, a file or a batch: the replica may have made it before it failed."""
 
     async def answer(replica, asked, writer):
         if fault == "closed":
@@ -553,7 +553,7 @@ async def test_what_would_be_made_twice_is_asked_for_once(tmp_path, path, body, 
 async def test_what_a_replica_refuses_to_make_is_made_elsewhere(
     tmp_path, path, body, headers, status
 ):
-    """As one does that was asked to stop, until its next probe."""
+    """A replica that is stopping refuses in this way, until its next probe."""
     async with routing(2, routing_strategy="roundrobin", batch_folder=str(tmp_path)) as it:
         it.fleet[0].answer = sends(whole(status, b"draining", "retry-after: 1"))
         for _ in range(2):
@@ -586,7 +586,7 @@ async def test_a_replica_that_fails_always_loses_few_requests(strategy, caplog):
 
 
 async def kept(it):
-    """Which replicas are ejected."""
+    """For each replica, whether it is ejected."""
     rows = (await it.client.get("/replicas")).json()["replicas"]
     ejected = {row["replica"]: row["kept_from_requests"] for row in rows}
     return [ejected[replica.url] for replica in it.fleet]
@@ -595,7 +595,7 @@ async def kept(it):
 @pytest.mark.parametrize("strategy", ["roundrobin", "prefixaware"])
 @pytest.mark.parametrize("status", [500, 502])
 async def test_requests_that_fail_on_every_replica_eject_none(strategy, status):
-    """Whoever sends them, alone or beside others, could else take a fleet down."""
+    """Otherwise a client with such requests, alone or among others, could take a fleet down."""
 
     async def answer(replica, asked, writer):
         poison = b"poison" in asked.body
@@ -645,7 +645,7 @@ async def test_an_ejected_replica_is_readmitted_by_a_trial(monkeypatch):
 
 
 async def test_a_replica_that_stands_still_gets_no_more_but_a_trial(monkeypatch):
-    """What it has goes on; it is readmitted when that moves again."""
+    """Its requests continue, and it is readmitted when they move again."""
     monkeypatch.setattr(router, "SWEEP_S", 0.02)
     monkeypatch.setattr(circuit_breaker, "STALLED_S", 0.3)
     gate = asyncio.Event()
@@ -704,7 +704,7 @@ async def test_idle_clients_are_let_go(monkeypatch):
 
 
 async def dripped(routed: Routed, head: bytes, piece: bytes, every: float) -> bytes:
-    """What a client is answered that sends a piece again and again."""
+    """The answer to a client that sends a piece again and again."""
     reader, writer = await routed.raw(head)
     answer = asyncio.ensure_future(reader.read())
     async with asyncio.timeout(20):
@@ -722,7 +722,7 @@ async def test_a_head_has_to_be_whole_in_time(monkeypatch):
         found = await dripped(it, POST + b"x: ", b"a", 0.05)
         assert found.startswith(b"HTTP/1.1 408 ")
         assert b"head was not whole" in found
-        # The time that an answer takes is not the next head's.
+        # The time of an answer does not count for the next head.
         slow = posted(b'"Hi"')
 
         async def answer(replica, asked, writer):
@@ -739,7 +739,7 @@ async def test_a_head_has_to_be_whole_in_time(monkeypatch):
 
 @pytest.mark.parametrize("buffer", [buffers.MAX_BODY, 1_000])
 async def test_a_body_has_a_least_rate(monkeypatch, buffer):
-    """Also where it is streamed."""
+    """With and without streaming."""
     monkeypatch.setattr(router, "SWEEP_S", 0.02)
     monkeypatch.setattr(downstream, "BEHIND_S", 0.5, raising=False)
     monkeypatch.setattr(buffers, "MAX_BODY", buffer)
@@ -748,7 +748,7 @@ async def test_a_body_has_a_least_rate(monkeypatch, buffer):
         found = await dripped(it, head, b"a", 0.05)
         assert found.startswith(b"HTTP/1.1 408 ")
         assert b"less than 8192 bytes a second" in found
-        # Slow uploads that are faster than that are not ended, however long they take.
+        # Uploads above this rate are not ended, however long they take.
         reader, writer = await it.raw(POST + b"content-length: 51200\r\n\r\n")
         for _ in range(25):
             writer.write(b"a" * 2048)
@@ -758,7 +758,7 @@ async def test_a_body_has_a_least_rate(monkeypatch, buffer):
 
 
 async def test_a_client_that_is_not_read_is_not_called_slow(monkeypatch):
-    """Its replica takes nothing for longer than a client may."""
+    """Its replica accepts nothing for longer than a client may be silent."""
     monkeypatch.setattr(router, "SWEEP_S", 0.02)
     monkeypatch.setattr(downstream, "BEHIND_S", 0.2, raising=False)
     monkeypatch.setattr(buffers, "MAX_BODY", 100_000)
@@ -816,7 +816,7 @@ async def test_nobody_keeps_others_out_with_connections_alone(monkeypatch):
             await asyncio.wait([end])
 
 
-async def test_heads_have_so_many_headers_and_take_so_much_memory(monkeypatch):
+async def test_the_headers_and_the_memory_of_heads_have_limits(monkeypatch):
     async with routing(1) as it:
         many = posted(b'"Hi"', *[b"a:"] * 950, b"connection: close")
         assert (await it.answer(many)).startswith(b"HTTP/1.1 200 ")
@@ -900,7 +900,7 @@ async def test_stopping_waits_for_what_is_under_way():
         await it.task
 
 
-# Who answers
+# The answering replica
 
 
 async def test_adapters_go_where_they_are():
@@ -1013,7 +1013,7 @@ async def test_replicas_may_have_different_tiers_and_it_shows_who_has_what():
 
 
 def ordered(routed: Routed) -> list[FakeReplica]:
-    """The replicas as the router lists them."""
+    """The replicas in the order of the router's list."""
     return sorted(routed.fleet, key=lambda replica: replica.url)
 
 
@@ -1031,12 +1031,12 @@ async def test_a_request_goes_to_a_replica_of_the_model_that_it_names(caplog):
         assert await homes({"model": "one"}) == {one, two}
         assert await homes({"model": "other"}) == {other}
         everyone = {one, two, other}
-        for body in ({}, {"model": "lmi"}, {"model": "nobody"}):  # which they refuse, each alike
+        for body in ({}, {"model": "lmi"}, {"model": "nobody"}):  # all replicas refuse these
             assert await homes(body) == everyone
         assert caplog.text.count("replicas serve different models") == 1
         (told,) = (await it.client.get("/replicas")).json()["warnings"]
         assert f"different models: one ({one}, {two}), other ({other});" in told
-        # What has failed, or is away, leaves its requests to no other model.
+        # Requests of a failed or absent replica do not go to another model.
         ordered(it)[2].answer = sends(whole(503, b"busy", "retry-after: 1"))
         assert (await it.post({"prompt": "Hi", "model": "other"})).text == "busy"
         await ordered(it)[2].stop()
@@ -1063,7 +1063,7 @@ async def test_replicas_whose_caches_are_found_by_other_keys(caplog):
         assert "at the router by x-tenant" in tenants
         logged = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
         assert len(logged) == 2
-        # A replica that is mended is ready anew.
+        # A mended replica becomes ready again.
         await ordered(it)[2].stop()
         await it.ready(3)
         ordered(it)[2].tiers = KEYS.format(chunk=256.0, header="x-tenant")
@@ -1153,7 +1153,7 @@ async def test_a_change_goes_nowhere_else():
 
 
 async def test_a_replica_that_ends_keeps_no_change_from_the_others():
-    """The router has not noticed yet: it asks each second."""
+    """The router has not noticed the end yet: it probes once a second."""
     states = iter(["draining", "stopped", "failed"])
 
     async def ending(replica, asked, writer):
@@ -1182,7 +1182,7 @@ async def test_a_change_that_only_ending_replicas_have_got_is_refused():
 
 
 async def test_a_change_is_answered_when_all_have_answered():
-    """Also where one has failed: nothing goes on behind the answer."""
+    """Even if one has failed: all work is done before the answer."""
     ended = 0
 
     async def breaks_off(replica, asked, writer):
@@ -1273,7 +1273,7 @@ async def test_series_of_replicas_that_are_gone_are_gone(monkeypatch, tmp_path):
             assert await shown() == everything
             file.write_text(stays.url)
             await until_async(lambda: len(it.router.pool.replicas) == 1)
-            # What it was asked last is still to be read.
+            # The counts of its last requests can still be read.
             assert await shown() == {f"slipway_router_requests_{it}" for it in ("total", "created")}
             monkeypatch.setattr(replicas, "COUNTED_S", 0.0, raising=False)
             assert await shown() == set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compile cache: what another user could have written, or has changed, is not used."""
+"""The compile cache: files that another user could have written, or has changed, are not used."""
 
 import dataclasses
 import fcntl
@@ -35,7 +35,7 @@ def umask():
 
 
 def filled(cache, name="vllm/graph.py", content="code"):
-    """A finished start's file."""
+    """The file of a completed start."""
     kept = Kept(cache, LIMIT)
     file = cache.part / name
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ def test_what_is_larger_than_the_limit_is_not_kept(cache, caplog):
 
 @pytest.fixture
 def packed(cache, tmp_path):
-    """A finished start's folder in an archive."""
+    """The folder of a completed start, in an archive."""
     file = filled(cache)
     archive = tmp_path / "compiled.tgz"
     subprocess.run(["tar", "-C", cache.folder, "-czf", archive, "."], check=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image's health check: where it asks, and what it makes of the answers."""
+"""The image's health check: the address that it asks, and its verdict on the answers."""
 
 import asyncio
 
@@ -28,12 +28,12 @@ INIT = ("/sbin/docker-init", "--", ENTRYPOINT)
         (("bash",), {"OPTION_PORT": "9002"}, 9002),
     ],
 )
-def test_where_the_container_answers(command, environ, port):
+def test_the_health_check_asks_the_containers_port(command, environ, port):
     environ = {"OPTION_MODEL_ID": "org/model", "OPTION_HOST": "0.0.0.0", **environ}
     assert healthcheck.url(command, environ) == f"http://127.0.0.1:{port}/ping"
 
 
-def test_an_address_of_its_own():
+def test_the_health_check_asks_the_containers_address():
     assert healthcheck.url((*PYTHON, "serve", "--host", "::1"), {}) == "http://[::1]:8080/ping"
 
 

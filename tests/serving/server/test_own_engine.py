@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model.py with a handle that has an engine of its own: ours is not started."""
+"""A model.py whose handle brings its own engine: ours is not started."""
 
 import dataclasses
 import shutil
@@ -25,7 +25,7 @@ COMPAT = Path(__file__).parents[2] / "compat"
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """Starts a model with this file of tests/compat beside it; vLLM is a fake engine."""
+    """Starts a model with this file of tests/compat beside it; a fake engine replaces vLLM."""
 
     async def load(note):
         pass
@@ -51,7 +51,7 @@ def started(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "environ", "alone"),
     [
-        ("public/globals_and_load", {}, True),  # it is no `async def`
+        ("public/globals_and_load", {}, True),  # it is not an `async def`
         ("public/own_engine", {}, True),  # it answers the initialising call
         ("public/guard", {}, False),
         ("public/guard", {"OPTION_ENTRYPOINT": "model.py"}, True),
@@ -107,7 +107,7 @@ async def test_adapters_need_ours(started):
         await started("public/own_engine", OPTION_ENABLE_LORA="true")
 
 
-def test_what_handlers_are_told(tmp_path):
+def test_the_properties_that_handlers_get(tmp_path):
     settings = read(
         {"OPTION_MODEL_ID": "s3://bucket/model", "OPTION_TENSOR_PARALLEL_DEGREE": "max"}
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is looked at on the way to a plan, on this machine."""
+"""The facts about this machine that are gathered before a plan."""
 
 import json
 import shutil

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SageMaker's secure mode: what `plan` and `serve` refuse, and what the adapter registry does."""
+"""SageMaker's secure mode: the refusals of `plan` and `serve`, and the adapter registry's
+behaviour.
+"""
 
 import functools
 import io
@@ -30,7 +32,7 @@ WITH_TEMPLATE = json.dumps({"chat_template": "{{ messages }}"})
 
 @pytest.fixture
 def channel(tmp_path):
-    """A folder with a model as it may be, code for other servers in it."""
+    """A folder with an acceptable model, which also has code for other servers."""
     folder = tmp_path / "model"
     folder.mkdir()
     auto_map = {"AutoConfig": "configuration_own.OwnConfig"}
@@ -63,14 +65,14 @@ def put(channel, name, content="") -> None:
 
 
 def refusal(capsys, asked) -> str:
-    """What `plan` says when it refuses, after the heading; empty where it plans."""
+    """The text of `plan`'s refusal, after the heading; empty if it succeeds."""
     code = main(["plan"], asked)
     told: str = capsys.readouterr().err
     assert code == (2 if told else 0), told
     return told.partition("cannot be used:\n")[2]
 
 
-def test_what_is_usual_may_be_there_under_all_controls(channel, capsys):
+def test_a_usual_channel_passes_all_controls(channel, capsys):
     assert refusal(capsys, environ(channel, *ALL)) == ""
 
 

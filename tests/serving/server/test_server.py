@@ -132,7 +132,7 @@ async def test_what_does_not_finish_in_time_is_told_so(served, monkeypatch, twic
 
 
 def test_an_end_in_which_every_step_takes_its_time_comes_before_the_platform_kills():
-    assert sum(SHUTDOWN) <= GRACE_S - 0.5  # Python's own end, and uvicorn's ticks
+    assert sum(SHUTDOWN) <= GRACE_S - 0.5  # the end of Python itself, and uvicorn's ticks
 
 
 async def test_no_step_of_the_end_takes_longer_than_it_may(monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phases of loading, from vLLM's own lines."""
+"""The phases of loading, recognised by vLLM's own log lines."""
 
 import logging
 from importlib.util import find_spec

@@ -38,7 +38,7 @@ def cached(path):
 def test_weights_are_read_from_the_disk_ahead(tmp_path):
     weights = tmp_path / "model.safetensors"
     with weights.open("wb") as file:
-        file.truncate(32 * 1024**2)  # what was never written is not in memory
+        file.truncate(32 * 1024**2)  # a hole in a file is not in memory
     assert cached(weights) == 0
     read_ahead(tmp_path)
     assert cached(weights) == 1
@@ -62,7 +62,7 @@ def tiers(path, environ=AUTO, file=None):
 
 
 def test_the_decision_can_be_given_back(home, tmp_path):
-    """The same disk tier is found again, of the same size."""
+    """The next plan finds the same disk tier, with the same size."""
     decided = tiers(tmp_path / "kv")
     first = disk.claim(decided.disk, FINGERPRINT)
     write_tiers(decided, 8080)
@@ -116,7 +116,7 @@ async def test_a_start_that_fails_leaves_no_work_behind():
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # as a process is waited for
+            await asyncio.sleep(0)  # a process that is waited for behaves so
             ended.append("work")
 
     async def fail():
@@ -131,7 +131,9 @@ async def test_a_start_that_fails_leaves_no_work_behind():
 
 
 def test_what_runs_is_what_was_planned(tmp_path):
-    """Only folders are put in, and the cache server is left out where there is none."""
+    """The options are the planned ones with folders filled in. Without a cache server, its option
+    is left out.
+    """
     here = machine(disk=dataclasses.replace(DISK, path=str(tmp_path)))
     planned = plan.make(read(AUTO), here, model(2), None, AUTO, PARTS)
     assert planned.engine("/folder", None) == {**planned.options, "model": "/folder"}
@@ -142,7 +144,7 @@ def test_what_runs_is_what_was_planned(tmp_path):
 @pytest.mark.anyio
 @pytest.mark.parametrize("named", ["adapters", "tuned"])
 async def test_adapters_beside_the_options_are_registered(tmp_path, caplog, named):
-    """The weights may be elsewhere, and the folder's name another."""
+    """The weights may be elsewhere, and the folder may have another name."""
     deployment, weights = tmp_path / "model", tmp_path / "weights"
     write(deployment / named / "one")
     (deployment / named / ".cache" / "huggingface").mkdir(
@@ -173,7 +175,7 @@ async def test_adapters_beside_the_options_are_registered(tmp_path, caplog, name
 
 @pytest.mark.anyio
 async def test_adapters_of_lora_modules_are_in_the_registry(tmp_path):
-    """vLLM's option, in both its forms; vLLM itself is not given it."""
+    """vLLM's option, in both its forms. vLLM itself does not get it."""
     weights = tmp_path / "weights"
     layer = {"model.layers.0.self_attn.q_proj.weight": ("BF16", [16, 8])}
     write(weights)

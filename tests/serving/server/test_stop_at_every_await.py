@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM while a request waits, at every place where it does.
+"""SIGTERM while a request waits, at every place where a request can wait.
 
-A first run of a request finds out where it waits: the functions of serving/ in whose awaits its
-tasks were suspended. Then, for each of these places, a server of its own is stopped when a request
-is there: by one signal, and by two. After one the request is answered as ever. After two it may be
-ended, in the words of its API. Never is an answer cut short, or of another shape.
+A first run of a request finds these places: the functions of serving/ whose awaits suspended its
+tasks. Then, for each place, the test stops a separate server when a request is there: by one
+signal, and by two. After one signal, the request is answered as usual. After two, it may be ended,
+with an error in the shape of its API. An answer is never truncated, and never has another shape.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.anyio
 
 SERVING = Path(__file__).parents[3] / "serving"
 READING = "OpenAI.answer"
-"""Where the body is awaited. No stop waits for what its client has not sent."""
+"""The place that awaits the body. No stop waits for bytes that a client has not sent."""
 STOPPING = "the server is stopping"
-HELD_S = 0.3  # after which a request has come to where it is held
+HELD_S = 0.3  # by then, a request has reached the place that holds it
 PATIENCE_S = 60.0
-BESIDE = 2  # what the engine is given at once when it does one thing at a time
+BESIDE = 2  # the engine's requests in flight when it does one thing at a time
 CODE = """
 import asyncio
 from djl_python.input_parser import input_formatter
@@ -61,8 +61,8 @@ async def handle(inputs):
 
 @dataclass(frozen=True)
 class Kind:
-    """A request. code: the model's model.py. adapters: whether there are any, which take long to
-    load. slow: the body comes in two pieces. beside: what keeps the engine busy.
+    """A request. code: the model's model.py. adapters: whether there are adapters, which take long
+    to load. slow: the body comes in two pieces. beside: a request that keeps the engine busy.
     """
 
     name: str
@@ -104,7 +104,7 @@ KINDS = (
         settings={"enable_stateful_sessions": True},
     ),
     Kind(
-        "picture",  # which the engine refuses, once it has been fetched
+        "picture",  # the engine refuses it after it has been fetched
         CHAT,
         {"messages": [{"role": "user", "content": [PICTURE]}]},
         settings={"allowed_media_domains": ("media.test",)},
@@ -121,7 +121,7 @@ KINDS = (
 
 
 class World:
-    """A server, and one request of the kind at it."""
+    """A server, and one request of the kind."""
 
     def __init__(self, server: Running, kind: Kind, sources: Path, port: int) -> None:
         self.server, self.kind = server, kind
@@ -131,7 +131,7 @@ class World:
         self.path = kind.path.replace("SOURCES", str(sources))
 
     async def ask(self) -> httpx.Response:
-        """The answer, whole. Raises httpx.HTTPError where it is cut short, or none."""
+        """The complete answer. Raises httpx.HTTPError if the answer is truncated or missing."""
 
         async def pieces() -> AsyncIterator[bytes]:
             yield self.body[:5]
@@ -190,7 +190,7 @@ async def world(kind: Kind, folder: Path) -> AsyncIterator[World]:
 
 
 def frames(task: "asyncio.Task[Any]") -> Iterator[FrameType]:
-    """Those that a suspended task waits in, from the outermost on."""
+    """The frames of a suspended task, from the outermost on."""
     awaited: Any = task.get_coro()
     while awaited is not None:
         if inspect.iscoroutine(awaited):
@@ -204,7 +204,7 @@ def frames(task: "asyncio.Task[Any]") -> Iterator[FrameType]:
 
 
 def place_of(task: "asyncio.Task[Any]") -> str | None:
-    """Where a request waits: the innermost function of ours, of a task that answers one."""
+    """The place where a request waits: our innermost function, in a task that answers a request."""
     files = [
         (Path(it.f_code.co_filename).relative_to(SERVING), it.f_code.co_qualname)
         for it in frames(task)
@@ -217,8 +217,8 @@ def place_of(task: "asyncio.Task[Any]") -> str | None:
 
 
 async def watched(it: World, look: Callable[[set[str]], bool], seconds: float) -> bool:
-    """Call `look` with the places of the request, at each turn of the event loop, until it says
-    that it has seen enough; False where it never did in so many seconds.
+    """Call `look` with the request's places at each turn of the event loop, until it returns true;
+    False if it never did within `seconds`.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -244,14 +244,14 @@ async def answer_of(it: World) -> tuple[httpx.Response, set[str]]:
 
 
 async def stopped_at(place: str, signals: int, it: World) -> httpx.Response:
-    """The answer to a request, where the server gets signals while it waits at that place."""
+    """The answer to a request if the server gets signals while the request waits at that place."""
     asking = asyncio.create_task(it.ask())
 
     def look(now: set[str]) -> bool:
         return place in now or asking.done()
 
     if not await watched(it, look, HELD_S):
-        it.go_on()  # it is behind the engine
+        it.go_on()  # the request has passed the engine
         assert await watched(it, look, PATIENCE_S)
     for _ in range(signals):
         it.server.server.stop()
@@ -261,17 +261,19 @@ async def stopped_at(place: str, signals: int, it: World) -> httpx.Response:
 
 
 def same(it: World, one: httpx.Response, other: httpx.Response) -> bool:
-    """Whether the answers are equal. What is told of adapters has the folders' names in it."""
+    """Whether the answers are equal. Answers about adapters contain the folders' names, so they are
+    not compared.
+    """
     if one.status_code != other.status_code:
         return False
     return it.path.startswith("/adapters") or one.content == other.content
 
 
 def is_refusal(it: World, answer: httpx.Response) -> bool:
-    """Whether an answer says, in the shape of its API, that the server stops."""
+    """Whether an answer reports, in the shape of its API, that the server is stopping."""
     if STOPPING not in answer.text:
         return False
-    if answer.status_code == 200:  # it had begun: in the stream, or on a line
+    if answer.status_code == 200:  # the answer had begun: within the stream, or on a line
         return answer.text.rstrip().endswith(("}", "[DONE]"))
     told = answer.json()
     if it.path.startswith("/v1/"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of sources share: a model's files, and hosts that do not answer."""
+"""A model's files, and hosts that do not answer, for all tests of sources."""
 
 import contextlib
 import socket
@@ -21,14 +21,14 @@ def ignore(note: str) -> None:
 
 @contextlib.contextmanager
 def silent():
-    """An address that takes connections and never answers."""
+    """An address that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def closed():
-    """An address where nobody listens."""
+    """An address without a listener."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{unused.getsockname()[1]}"

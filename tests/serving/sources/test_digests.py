@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests: what they notice, and what they do not read twice."""
+"""Digests: the changes that they notice, and the files that they do not read twice."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ SIZE = 40 * 2**20
 
 
 def model(folder: Path, *changed: int, header=b"{}") -> Path:
-    """A model of zeros, but for bytes at these places of its data."""
+    """A model of zeros, except for bytes at these places of its data."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     with (folder / "model.safetensors").open("wb") as file:
@@ -27,7 +27,7 @@ def model(folder: Path, *changed: int, header=b"{}") -> Path:
 
 
 @pytest.mark.parametrize("limit", [SIZE // 2, None])
-def test_of_what_is_too_large_samples_are_read_and_headers(tmp_path, monkeypatch, limit):
+def test_samples_and_headers_of_large_files_are_read(tmp_path, monkeypatch, limit):
     if limit:
         monkeypatch.setattr(digests, "WHOLE", limit)
     whole = limit is not None
@@ -46,7 +46,7 @@ def test_of_what_is_too_large_samples_are_read_and_headers(tmp_path, monkeypatch
 def test_what_has_not_changed_is_not_read_again(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"one")
-    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**12))  # as if it had been written long ago
+    monkeypatch.setattr(digests, "_SETTLED_NS", -(10**12))  # as if it were written long ago
     known = Digests()
     first = known.of(path)
     monkeypatch.setattr(hashlib, "file_digest", None)

@@ -25,7 +25,7 @@ from tests.serving.sources.conftest import (
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """Hosts that do not answer are given up soon."""
+    """Short time-outs for hosts that do not answer."""
     monkeypatch.setattr(sources_hub, "ANSWER_S", 0.2)
     monkeypatch.setattr(source, "UNREACHABLE_S", 0.6)
 
@@ -185,7 +185,7 @@ INDEXED = {
         ("config.json", False),
         ("model-2.safetensors", True),
         ("model-2.safetensors", False),
-        ("tokenizer.json", True),  # nothing else says that there should be one
+        ("tokenizer.json", True),  # no other file shows that there should be one
     ],
 )
 def test_a_copy_that_is_not_whole_does_not_do(hub, environ, tmp_path, lost, listed):
@@ -256,7 +256,7 @@ def push(hub, files):
 
 
 def test_what_is_fetched_is_what_was_looked_at(hub, environ):
-    """A push between the two changes nothing, and the next start has it."""
+    """A push in between changes nothing, and the next start gets it."""
     listed = locate("org/tiny", environ).listed()
     assert listed.checkpoint().head("config.json", 8) == b'{"model_'
     before = dict(MODEL)

@@ -33,13 +33,13 @@ from tests.support.harness.wait import until
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """Hosts that do not answer are given up soon."""
+    """Short time-outs for hosts that do not answer."""
     monkeypatch.setattr(s3, "ANSWER_S", 0.2)
     monkeypatch.setattr(source, "UNREACHABLE_S", 0.6)
 
 
 class Bucket:
-    """A bucket of a test's own."""
+    """A bucket for one test."""
 
     def __init__(self, server: Watched, name: str, downloads: Path) -> None:
         self.server = server
@@ -57,7 +57,7 @@ class Bucket:
         return locate(uri, {}, downloads=str(self.downloads))
 
     def fetch(self):
-        """What is fetched, the names that were asked for, and what was noted meanwhile."""
+        """The fetched contents, the names of the requested objects, and the notes."""
         self.server.fetched.clear()
         notes: list[str] = []
         folder = self.locate().fetch(notes.append)
@@ -102,7 +102,7 @@ def test_a_whole_bucket_may_be_the_model(bucket):
     assert contents(bucket.locate("").fetch(ignore)).items() >= MODEL.items()
 
 
-def test_only_what_is_not_as_it_should_be_is_fetched_again(bucket):
+def test_only_missing_or_changed_files_are_fetched_again(bucket):
     bucket.put({"a.json": b"a", "b.json": b"b", "c.json": b"ccc", "d/e.json": b"e"})
     folder = bucket.locate().fetch(ignore)
     bucket.client.delete_object(Bucket=bucket.name, Key="models/tiny/a.json")
@@ -110,7 +110,7 @@ def test_only_what_is_not_as_it_should_be_is_fetched_again(bucket):
     os.truncate(folder / "c.json", 1)
     (folder / "d/e.json").unlink()
     (folder / "model.safetensors.0a1b2c3d").write_bytes(b"left by a fetch that was killed")
-    time.sleep(1.01)  # S3 tells times in whole seconds
+    time.sleep(1.01)  # S3 has times in whole seconds
     changed = {"model.safetensors": WEIGHTS[::-1]}
     bucket.put(changed)
     found, asked, _ = bucket.fetch()
@@ -119,7 +119,7 @@ def test_only_what_is_not_as_it_should_be_is_fetched_again(bucket):
 
 
 def test_an_object_that_has_only_the_size_and_the_time_of_the_file_is_fetched(bucket):
-    """As one that is put in another's place within the second."""
+    """An object that replaces another within the same second looks like this."""
     bucket.put({"config.json": b"first"})
     folder = bucket.locate().fetch(ignore)
     bucket.put({"config.json": b"other"})
@@ -130,7 +130,7 @@ def test_an_object_that_has_only_the_size_and_the_time_of_the_file_is_fetched(bu
     assert (found["config.json"], asked) == (b"other", {"config.json"})
 
 
-def test_files_of_which_nobody_noted_what_they_are_are_fetched_again(bucket):
+def test_files_without_a_valid_note_are_fetched_again(bucket):
     folder = bucket.locate().fetch(ignore)
     (note,) = bucket.downloads.glob("*.etags")
     for broken in (b"", b"[]", None):
@@ -328,7 +328,7 @@ def test_a_folder_that_cannot_be_written_is_told(bucket):
 
 
 class Endless(BaseHTTPRequestHandler):
-    """A bucket whose list has another page behind each."""
+    """A bucket whose list never ends: each page has a next one."""
 
     protocol_version = "HTTP/1.1"
     pages = 0

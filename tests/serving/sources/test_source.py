@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sources have in common."""
+"""The properties that all sources share."""
 
 import io
 import threading

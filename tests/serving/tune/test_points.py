@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is tried, what comes next and what is chosen."""
+"""The points that are tried, their order, and the choice."""
 
 import pytest
 
@@ -16,7 +16,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
 def tried(asked=USUAL, removable=frozenset(), gpus=1, **options):
-    """Each option → the values that are tried, and why."""
+    """Each option → the values that are tried, and the reason."""
     environ = {"OPTION_MODEL_ID": "some/model", **options}
     made = plan.make(settings.read(environ), machine(gpus), model(), None, environ, PARTS)
     found = points.axes(made, workload.parsed(asked), removable)
@@ -38,7 +38,7 @@ def test_sequences_stay_within_the_users_and_what_the_kv_cache_holds():
     )
     assert values(many, "max_num_seqs") == [372, 186, 93]
     small = tried(USUAL | {"isl": 10, "osl": 10, "concurrency": 4000}, gpus=0)
-    assert values(small, "max_num_seqs")[0] > 128  # more users than are planned, and room for them
+    assert values(small, "max_num_seqs")[0] > 128  # more users than planned, and room for them
 
 
 def test_tokens_of_a_step_that_would_change_nothing_are_not_tried():
@@ -142,7 +142,7 @@ AXES = (
 
 
 def walked(throughput):
-    """The points in the order in which they are tried, and the options that are chosen."""
+    """The points in the order of their trials, and the chosen options."""
     found: list[Point] = []
     while (options := points.walk(AXES, found, NONE)[1]) is not None:
         speed = throughput(options)

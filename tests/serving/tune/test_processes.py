@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What servers and loads say when they fail, from processes of their own."""
+"""The errors of servers and loads that fail, run as separate processes."""
 
 import os
 import sys

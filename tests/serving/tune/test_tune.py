@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verb, with servers that start nothing and loads whose figures are known."""
+"""The verb, with servers that start nothing and loads with known figures."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ WORKLOAD = {"isl": 20, "osl": 5, "concurrency": [1, 8]}
 
 
 class World:
-    """speed: of a configuration, in tokens/s; None: its server does not start."""
+    """speed: returns a configuration's tokens/s, or None if its server does not start."""
 
     def __init__(self):
         self.started = []
@@ -88,7 +88,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def called(tmp_path, model, world):
-    """Call the verb: its exit code, and the folder of its results."""
+    """Call the verb. Returns its exit code, and the folder of its results."""
 
     def call(*words, asked=WORKLOAD, **environ):
         file = tmp_path / "workload.yaml"
@@ -166,7 +166,7 @@ def test_an_interrupted_sweep_goes_on(called, world, capsys):
     assert code == tune.INTERRUPTED
     assert "goes on after 2 configurations" in capsys.readouterr().out
     with (results / "sweep.jsonl").open("a") as file:
-        file.write('{"options": {"max_nu')  # as a machine that loses its power leaves it
+        file.write('{"options": {"max_nu')  # a machine that loses its power leaves such a file
     world.started.clear()
     world.speed = lambda _: 100.0
     assert called()[0] == 0
@@ -226,7 +226,7 @@ def test_wrong_calls(tmp_path, model, words, told):
 
 
 def becomes(asked, level, objectives):
-    """The command line of a load: its flags with what follows each, and its words."""
+    """The command line of a load: its flags with their values, and its words."""
     words = load.command(
         *(asked, level),
         url="https://h",

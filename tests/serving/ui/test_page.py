@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page for people: what is served, and what a real Chromium makes of it. Its engine is fake."""
+"""The page for people: the served files, and their behaviour in a real Chromium. The engine is a
+fake.
+"""
 
 import asyncio
 import json
@@ -29,7 +31,7 @@ def bearer(key):
     return {"authorization": f"Bearer {key}"}
 
 
-# What is served
+# The served files
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ async def test_the_page_needs_no_key_and_what_it_shows_an_admin_key():
                 answer = await it.client.get("/ui/status", headers=headers)
                 assert answer.status_code == status
             assert (await it.client.post("/ui/status", headers=bearer(ADMIN))).status_code == 405
-            for path in ("/ui", "/ui/status"):  # of another name for this machine
+            for path in ("/ui", "/ui/status"):  # from another name of this machine
                 answer = await it.client.get(path, headers={"host": "evil.example"})
                 assert answer.status_code == 403
 
@@ -86,7 +88,7 @@ async def test_the_status_says_what_the_start_is_at_and_whose_requests_are_there
         it.may_start.clear()
         await it.client.get("/ping")
         status = (await it.client.get("/ui/status", headers=bearer(KEY))).status_code
-        assert status == 403  # with keys nobody administers by a client's
+        assert status == 403  # with keys, a client's key gives no administration
         it.may_start.set()
     async with running(wait=False) as it:
         it.may_start.clear()
@@ -106,7 +108,7 @@ async def test_the_status_says_what_the_start_is_at_and_whose_requests_are_there
         assert (await it.client.get("/ui/status")).json()["requests"] == []
 
 
-# What a browser makes of it
+# The page in a browser
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,7 @@ async def browser(anyio_backend):
 
 @pytest.fixture
 async def page(browser):
-    """A page, which has to ask its own server only, and to be without faults."""
+    """A page, which must contact only its own server, and have no faults."""
     context = await browser.new_context()
     it = await context.new_page()
     faults: list[str] = []
@@ -150,7 +152,7 @@ async def test_from_the_start_to_a_chat_by_keyboard(page):
         await expect(answer).to_contain_text("cba")
         await expect(answer).to_contain_text("first token")
         assert it.engine.bodies[-1]["messages"] == [{"role": "user", "content": "a b c"}]
-        # An answer that is stopped stays, and the engine works on it no longer.
+        # A stopped answer stays, and the engine no longer works on it.
         await page.keyboard.type("wait x")
         await page.keyboard.press("Enter")
         await expect(answer.last).to_contain_text("x")
@@ -161,7 +163,7 @@ async def test_from_the_start_to_a_chat_by_keyboard(page):
             await page.keyboard.type(text)
             await page.keyboard.press("Enter")
             await expect(answer.last).to_contain_text(said)
-        # A new chat has nothing of the one before, not even what was being said.
+        # A new chat is empty, even if the one before was still being answered.
         await page.keyboard.type("wait y")
         await page.keyboard.press("Enter")
         await expect(answer.last).to_contain_text("y")
@@ -288,7 +290,7 @@ async def test_a_key_shows_what_it_may_and_stays_in_its_tab(page):
         await page.goto(f"{it.url}/ui#activity")
         await expect(page.locator("#refused")).to_contain_text("This server has keys")
         charts = page.locator("figure")
-        await expect(page.get_by_role("table")).to_have_count(0)  # nothing that looks like none
+        await expect(page.get_by_role("table")).to_have_count(0)  # not even an empty one
         await page.get_by_label("Key").fill("another")
         await page.get_by_label("Key").press("Enter")
         await expect(page.locator("#refused")).to_contain_text("not valid here")
@@ -354,7 +356,7 @@ async def test_an_adapter_is_shown_as_it_is_loaded_and_why_it_cannot_be(page, tm
         await expect(row).to_contain_text("the engine cannot load it")
         it.engine.fails_to_load = False
         await load.focus()
-        await page.evaluate("look()")  # which leaves the focus where it is
+        await page.evaluate("look()")  # this leaves the focus unchanged
         await page.keyboard.press("Enter")
         await expect(row).to_contain_text("loaded")
         await expect(row).not_to_contain_text("cannot")

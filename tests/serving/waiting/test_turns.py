@@ -40,7 +40,7 @@ def test_bands_go_one_after_the_other():
     assert order(turns_of(*items)) == "cbda"
 
 
-def test_what_may_not_go_holds_up_nothing():
+def test_an_item_that_may_not_go_delays_no_other():
     turns = turns_of(("a", "x", 1, 0), ("b", "x", 1, 0), ("c", "y", 1, 0))
     assert turns.next(lambda it: it == "b") == "b"
     assert turns.next(lambda it: it == "d") is None
@@ -50,7 +50,7 @@ def test_what_may_not_go_holds_up_nothing():
 
 def test_who_makes_room():
     turns = turns_of(*((it, "x", 1, 0) for it in "abc"), ("d", "y", 1, 0))
-    assert turns.last("x", 0) is None  # it would be the longest lane's newest
+    assert turns.last("x", 0) is None  # it would be the newest of the longest lane
     assert turns.last("y", 0) == "c"
     assert turns.last("z", 1) is None
     turns.add("e", "y", 1, 3)

@@ -25,7 +25,7 @@ ROUTE = ("./entrypoint.sh", "route")
 PYTHON_SERVES = (sys.executable, "-m", "serving", "serve")
 """The command that entrypoint.sh runs, for a Forkable."""
 AS_ENTRYPOINT_SH = MappingProxyType({"DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)})
-START_S = 500.0  # far above what a start takes, for machines that do much else
+START_S = 500.0  # far above the usual time of a start, for busy machines
 STOP_S = 40.0  # above the 30 s after which platforms kill
 
 
@@ -33,15 +33,15 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class NotReady(Exception):
-    """A server that ended, or is still starting, when it should answer."""
+    """A server that has ended, or is still starting, when it should answer."""
 
 
 class Program:
-    """A program that serves HTTP on a port, which stays its own when it is started again.
+    """A program that serves HTTP on a port, which it keeps over restarts.
 
     command, environ: `{port}` in them becomes the port. environ is set in addition to our own
-    variables and OPTION_PORT. log: the file that its output goes to; None for our own output.
-    root: the checkout to run from. port: where it matters which one.
+    variables and OPTION_PORT. log: the file for its output; None for our own output. root: the
+    checkout to run from. port: a fixed port; None for a free one.
     """
 
     process: "subprocess.Popen[bytes] | Forked"
@@ -76,7 +76,7 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                process_group=0,  # as a shell does it: our Ctrl-C is not its own
+                process_group=0,  # as a shell does it: our Ctrl-C is not for it
             )
 
     def __enter__(self) -> Self:
@@ -106,7 +106,7 @@ class Program:
         raise NotReady(f"{' '.join(self._command)}: {why}\n{self.logged()[-5000:]}")
 
     def listens(self) -> bool:
-        """Whether it takes connections. For programs that speak something else than HTTP."""
+        """Whether it accepts connections. For programs that do not speak HTTP."""
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", self.port)) == 0
 
@@ -115,11 +115,11 @@ class Program:
 
     @property
     def own(self) -> psutil.Process:
-        """Its process. Raises psutil.NoSuchProcess."""
+        """The program's process. Raises psutil.NoSuchProcess."""
         return psutil.Process(self.process.pid)
 
     def children(self, name: str = "") -> list[psutil.Process]:
-        """Its living processes that have this in their command line, like VLLM::Worker."""
+        """Its living processes with this text in their command line, like VLLM::Worker."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in self.own.children(recursive=True):
@@ -130,20 +130,20 @@ class Program:
         return found
 
     def left_behind(self, seconds: float = 5) -> list[psutil.Process]:
-        """Its processes that live on after it, once they have had a moment to go."""
+        """Its processes that survive it, once they have had a moment to end."""
         # The number of an ended process may be a thread's by now, and psutil cannot wait for that.
         seen = [child for child in self._seen if running(child)]
         _, alive = psutil.wait_procs(seen, timeout=seconds)
         return [child for child in alive if running(child)]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it this signal, and its children none."""
+        """Send this signal to the program, and not to its children."""
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait()
 
     def stop(self, seconds: float = STOP_S) -> int:
-        """Ask it to stop. Its exit code. Raises subprocess.TimeoutExpired."""
+        """Ask it to stop. Returns its exit code. Raises subprocess.TimeoutExpired."""
         self.children()
         self.process.terminate()
         return self.process.wait(seconds)
@@ -158,9 +158,9 @@ class Program:
 
 
 class Forkable(Program):
-    """A program that is forked where our own Python runs it: from one that is warm.
+    """A program that is forked from a warm Python if our own Python runs it.
 
-    python: gives the warm Python, called when it is needed. Without it the program starts as any
+    python: returns the warm Python, called when it is needed. Without it, the program starts as any
     other.
     """
 
@@ -190,8 +190,9 @@ def running(process: psutil.Process) -> bool:
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    """The CPU time that these have used, to the nanosecond: /proc counts in steps of 10 ms.
+    """The CPU time that these processes have used, to the nanosecond: /proc counts in steps of 10
+    ms.
 
-    The clock's number is what clock_getcpuclockid(3) computes for a process.
+    clock_getcpuclockid(3) computes the number of a process's clock in the same way.
     """
     return sum(time.clock_gettime(~process.pid << 3 | 2) for process in processes)

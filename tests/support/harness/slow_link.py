@@ -18,9 +18,9 @@ PIECE = 64 * 1024
 
 @contextlib.contextmanager
 def slow_link(port: int, bytes_per_second: float, own: int = 0) -> Iterator[int]:
-    """A port that leads to `port`, both on this machine; all connections share the limit.
+    """A port that leads to `port`, both on this machine. All connections share the limit.
 
-    own: its number, where that matters.
+    own: its number, or None for a free port.
     """
     opened: Future[int] = Future()
     loop, done = asyncio.new_event_loop(), asyncio.Event()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of rounds of load, which are compared pair by pair."""
+"""Figures of rounds of load, compared pair by pair."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 
 class Measured(Protocol):
-    """One round. rate: of requests or tokens in a second; cpu: seconds for each."""
+    """One round. rate: requests or tokens per second. cpu: seconds for each of them."""
 
     @property
     def rate(self) -> float: ...
@@ -33,7 +33,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
 def paired(
     figure: Callable[[Round, Round], float], measured: Sequence[Round], base: Sequence[Round]
 ) -> list[float]:
-    """A figure of each round and the base's round of the same time."""
+    """A figure for each round and the base's round at the same time."""
     return [figure(*pair) for pair in zip(measured, base, strict=True)]
 
 
@@ -46,7 +46,9 @@ def cpu_ratio(one: Measured, base: Measured) -> float:
 
 
 def print_changes(rounds: dict[str, list[Round]]) -> None:
-    """For each arm that was also measured of another version, `before: NAME`, what has changed."""
+    """Print the change of each arm that was also measured with another version, as `before:
+    NAME`.
+    """
     for name, measured in rounds.items():
         if before := rounds.get(f"before: {name}"):
             rate = spread(paired(rate_ratio, measured, before), ".3f")

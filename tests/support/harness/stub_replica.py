@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model server without a model, as fast as Python can be: `python stub_replica.py PORT`.
 
-For measuring and testing what stands in front of servers. GET /ping, /health, /v1/models and
-/metrics are answered as vLLM does; POST /v1/chat/completions, /v1/completions and /invocations get
-0.6 KB at once or, with `"stream": true`, as many events of about 250 bytes as `max_tokens` says,
---rate of them a second and the first no earlier than --first seconds. All streams step together,
-like a batch in an engine. With --slots, /metrics says for how many requests there is room. POST
-/v1/traces takes spans, as a collector does. Every answer names its replica in the header x-replica.
+It measures and tests programs in front of servers. It answers GET /ping, /health, /v1/models and
+/metrics as vLLM does. POST /v1/chat/completions, /v1/completions and /invocations get 0.6 KB at
+once or, with `"stream": true`, `max_tokens` events of about 250 bytes. A stream has --rate events
+per second, and its first event comes after at least --first seconds. All streams step together,
+like a batch in an engine. With --slots, /metrics reports the number of requests that have room.
+POST /v1/traces takes spans, as a collector does. Every answer names its replica in the header
+x-replica.
 """
 
 import argparse
@@ -22,9 +23,9 @@ import uvloop
 MODEL = "stub"
 POSTS = ("/v1/chat/completions", "/v1/completions", "/invocations")
 TOKENS = 16
-"""Of a stream whose request does not say."""
+"""The events of a stream whose request does not say."""
 FIELD = re.compile(rb'"(stream|max_tokens)"\s*:\s*(true|\d+)')
-"""A prompt cannot hold one: its quotes are escaped."""
+"""A prompt cannot contain one, because its quotes are escaped."""
 
 
 def chunk(data: bytes) -> bytes:
@@ -57,7 +58,7 @@ MODELS = {"id": MODEL, "object": "model", "owned_by": "stub", "max_model_len": 1
 
 
 def collects(url: str) -> dict[str, str]:
-    """What makes a program send its spans to the replica of this address."""
+    """Environment variables that make a program send its spans to the replica at this address."""
     return {
         "OTEL_EXPORTER_OTLP_ENDPOINT": url,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -65,7 +66,7 @@ def collects(url: str) -> dict[str, str]:
 
 
 class Replica:
-    """What the connections share. left: events that each stream is still owed."""
+    """State that all connections share. left: the remaining events of each stream."""
 
     def __init__(self, port: int, rate: float, first: float = 0.0, slots: int = 0) -> None:
         self.port, self.step, self.first, self.slots = port, 1 / rate, first, slots
@@ -116,7 +117,7 @@ class Replica:
         self.left[connection] = events
 
     def tick(self) -> None:
-        """One event for every stream. A late tick is made up for by the next ones."""
+        """Send one event to every stream. The next ticks make up for a late one."""
         for connection, left in list(self.left.items()):
             connection.event(last=left <= 1)
             if left <= 1:
@@ -129,7 +130,7 @@ class Replica:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which stays open. Its client asks when it has the last answer, not before."""
+    """One connection, which stays open. Its client sends a request only after the last answer."""
 
     transport: asyncio.Transport
     path = ""
@@ -191,11 +192,13 @@ async def serve(host: str, port: int, rate: float, first: float, slots: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("port", type=int)
-    parser.add_argument("--host", default="127.0.0.1", help="the address that it listens on")
-    parser.add_argument("--rate", type=float, default=50, help="events a second of each stream")
-    parser.add_argument("--first", type=float, default=0.0, help="seconds before a stream's first")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--rate", type=float, default=50, help="events per second of each stream")
     parser.add_argument(
-        "--slots", type=int, default=0, help="requests that it says it has room for"
+        "--first", type=float, default=0.0, help="seconds before a stream's first event"
+    )
+    parser.add_argument(
+        "--slots", type=int, default=0, help="the number of requests with room, for /metrics"
     )
     options = parser.parse_args()
     uvloop.run(serve(options.host, options.port, options.rate, options.first, options.slots))

@@ -5,15 +5,15 @@
     POST /v1/kv/{bucket}/{key}/leases?timeout_ms=&ttl_s=     200 {"id", "offsets": [{"offset",
                                                              "len"}]}; 504 it is not there
     POST /v1/leases/{id}/release                             200; 404 no such lease
-    GET  /stats                                              ours alone: what it has, and has done
+    GET  /stats                                              ours alone: its contents and counts
 
-An object's pieces are in the shared memory segment where a lease says. An object with a lease
-stays; of the others those used longest ago make room. A daemon that starts again has a new segment,
-and nothing in it. Written from LMCache's public client (LMCache 0.5.6,
+An object's pieces are in the shared memory segment, at the places in a lease. An object with a
+lease stays; the least recently used of the other objects make room. A daemon that starts again has
+a new, empty segment. Written from LMCache's public client (LMCache 0.5.6,
 `l2_adapters/sagemaker_hyperpod_client.py`); the daemon itself is not public.
 
 As a program: `python -m tests.support.harness.tiered_storage PORT [--segment FILE] [--mib SIZE]`.
-SIGUSR1 has it lie about where pieces are, or stop lying.
+SIGUSR1 makes it lie about the places of pieces, or stop lying.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from aiohttp import web
 
 SEGMENT = Path("/dev/shm/ai_toolkit_cache")
 PIECE = 256 << 10
-"""Bytes that an object's pieces are made of."""
+"""The size of an object's pieces in bytes."""
 Pieces = list[dict[str, Any]]
 """The offset of each page of an object, in bytes."""
 
 
 def misplaced(lease: dict[str, Any]) -> dict[str, Any]:
-    """A lease that says of each piece that it is where another one may be."""
+    """A lease that swaps the places of its pieces."""
     pieces = [{**it, "offset": abs(it["offset"] - PIECE)} for it in lease["offsets"]]
     return {**lease, "offsets": pieces}
 
@@ -65,7 +65,7 @@ class _Object:
 
 
 class Daemon:
-    """Its objects, and its API.
+    """The daemon's objects, and its API.
 
     size: bytes of the segment. miss_s: time to look for a missing object. answered: may change the
     answer to a lease, for tests of a client's checks.
@@ -164,7 +164,7 @@ async def _serve(daemon: Daemon, port: int, opened: "Future[int]", stop: asyncio
 
 @contextlib.contextmanager
 def running(daemon: Daemon, port: int = 0) -> Iterator[int]:
-    """Its port, on this machine. Its segment goes with it."""
+    """Run the daemon on this machine. Yields its port. Its segment ends with it."""
     opened: Future[int] = Future()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 

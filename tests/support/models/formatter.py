@@ -27,7 +27,7 @@ def stamp(output):
 
 
 def write(folder: Path) -> Path:
-    """Put it beside a model or an adapter, as its model.py."""
+    """Write the formatter beside a model or an adapter, as its model.py."""
     file = folder / "model.py"
     file.write_text(CODE)
     return file

@@ -12,7 +12,7 @@ from pydoc_data.topics import topics
 
 from tests.support.models.cache import cache, kept
 
-NAME = "tiny-llama-1"  # a new number when what is made changes
+NAME = "tiny-llama-1"  # change the number when the model changes
 VOCABULARY = 4096
 POSITIONS = 8192
 LONG_NAME = "tiny-llama-long-1"
@@ -31,7 +31,7 @@ def write(
     kv_heads: int = 2,
     positions: int = POSITIONS,
 ) -> None:
-    """heads: of 64 each, which together are the hidden size."""
+    """heads: the number of heads; each has 64 of the hidden size."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -72,8 +72,8 @@ def make() -> Path:
 
 
 def make_long() -> Path:
-    """One for prompts of 16,384 tokens, of one layer: without a GPU attention over so many takes
-    ten times as long with the other.
+    """A model of one layer for prompts of 16,384 tokens: with four layers, attention over such
+    prompts takes ten times as long without a GPU.
     """
     made = partial(write, layers=1, heads=2, kv_heads=2, positions=LONG_POSITIONS)
     return kept(cache() / LONG_NAME, made)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a tiny random model of one kind of attention, for tests and comparisons of KV cache tiers.
 
-Its greedy answer changes when an early token of the prompt does, as far as attention reaches: its
-weights are wider than those of a model that is to be trained. In 32 bits, in the user's cache.
+Its greedy answer changes with an early token of the prompt, as far as attention reaches: its
+weights are wider than those of a model for training. It has 32 bits, and is kept in the user's
+cache.
 """
 
 import os
@@ -15,10 +16,10 @@ from tests.support.models.cache import cache, kept
 from tests.support.models.tiny import VOCABULARY
 from tests.support.models.tiny import make as make_full
 
-VERSION = 5  # a new number when what is made changes
+VERSION = 5  # change the number when the models change
 POSITIONS = 8192
 WINDOW = 64
-"""Tokens that a layer with a window sees."""
+"""The tokens within the window of a layer."""
 LAYERS = 4
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -35,7 +36,7 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 1,
 }
 LORA_MODULES = {"q_proj": (128, 128), "v_proj": (128, 64), "down_proj": (256, 128)}
-"""In and out of what an adapter of tiny_lora changes."""
+"""Input and output sizes of the modules that an adapter of tiny_lora changes."""
 _MIXED = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
 
@@ -84,7 +85,7 @@ def _heads_that_differ(t: Any) -> Any:
 
 
 def _latent(t: Any) -> Any:
-    """Of DeepSeek's width of a latent, which vLLM's CPU kernel is made for."""
+    """The latent has DeepSeek's width, which vLLM's CPU kernel requires."""
     shape = {k: v for k, v in _SHAPE.items() if k not in ("head_dim", "num_key_value_heads")}
     config = t.DeepseekV2Config(
         **shape,
@@ -145,10 +146,10 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def _attend_to_what_is_far(model: Any) -> None:
-    """Make attention count for more beside the last token, and the scores of tokens differ."""
+    """Give attention more weight beside the last token, and make the scores of tokens differ."""
     gemma = model.config.model_type.startswith("gemma")
     factors: dict[str, float] = {"q_proj": 2, "v_proj": 3, "kv_b_proj": 3, "o_proj": 3}
-    if gemma:  # it normalises what those scale
+    if gemma:  # it would normalise the scaled values
         factors = {"embed_tokens": 0.1}
     for name, weight in model.named_parameters():
         part = name.split(".")[-2]
@@ -172,7 +173,7 @@ def write(kind: str, folder: Path, **more: int) -> None:
 
 
 def make(kind: str, **more: int) -> Path:
-    """A model of one of KINDS. more: what its function takes."""
+    """A model of one of KINDS. more: the arguments of its function."""
     name = "-".join(["tiny", kind.replace("_", "-"), *map(str, more.values()), str(VERSION)])
     return kept(cache() / name, lambda folder: write(kind, folder, **more))
 

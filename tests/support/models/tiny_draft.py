@@ -25,7 +25,7 @@ def make(method: str, *, vocabulary: int | None = None, speculators: bool = Fals
 
     method: `eagle` or `eagle3`. vocabulary: the number of tokens that an EAGLE-3 draft can guess,
     or None for all. speculators: write an EAGLE-3 draft in the format of the library speculators
-    0.9, and else in the format of EAGLE's authors.
+    0.9, otherwise in the format of EAGLE's authors.
     """
     name = "-".join(
         ("tiny-draft", method, str(vocabulary or "all"), "s" if speculators else "e", "1")

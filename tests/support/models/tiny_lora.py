@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small LoRA adapters for the tiny model, which change its greedy answers, each its own way."""
+"""Small LoRA adapters for the tiny model; each changes its greedy answers differently."""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def write(
     layers: int = LAYERS,
     **config: Any,
 ) -> Path:
-    """An adapter as PEFT saves it, that changes these modules of each layer."""
+    """An adapter, as PEFT saves it, that changes these modules of each layer."""
     named = {
         f"model.layers.{layer}.{'mlp' if module == 'down_proj' else 'self_attn'}.{module}": sides
         for layer in range(layers)
@@ -45,8 +45,8 @@ def write_modules(
     more: Mapping[str, "torch.Tensor"] = NONE,
     **config: Any,
 ) -> Path:
-    """An adapter that changes these modules: name in PEFT's model → in and out. more: tensors that
-    it has besides, by their full names.
+    """An adapter that changes these modules: name in PEFT's model → input and output sizes. more:
+    additional tensors, by their full names.
     """
     import torch
     from safetensors.torch import save_file

@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 from tests.support.models.cache import cache, kept
 
-NAME = "tiny-reranker-1"  # a new number when what is made changes
+NAME = "tiny-reranker-1"  # change the number when the model changes
 VOCABULARY = 2048
 POSITIONS = 512
 

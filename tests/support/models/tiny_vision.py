@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make tiny random vision-language models (Idefics3's shape, and PaliGemma's), for tests. In the
-user's cache.
+"""Make tiny random vision-language models (Idefics3's shape, and PaliGemma's), for tests. They are
+kept in the user's cache.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.models.cache import cache, kept
 from tests.support.models.tiny import make as make_text_model
 
-NAME = "tiny-vision-1"  # a new number when what is made changes
+NAME = "tiny-vision-1"  # change the number when the models change
 RENAMED = "tiny-paligemma-1"
 SIDE, PATCH, SCALE = 32, 8, 2
 TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
@@ -31,7 +31,7 @@ WRITING: dict[str, int] = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-"""Both models' configurations of what sees and what writes."""
+"""Configuration of the language part of both models."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
     "{% for part in message['content'] %}"
@@ -79,7 +79,7 @@ def make() -> Path:
 
 
 def write_renamed(folder: Path) -> None:
-    """A model whose modules have other names in its files than in transformers, and in vLLM."""
+    """A model whose files, transformers and vLLM each name the modules differently."""
     import torch
     from transformers import (
         AutoTokenizer,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a tiny random Whisper, for tests: of what it hears it writes down nonsense, always the same
-of the same sound. In the user's cache.
+"""Make a tiny random Whisper, for tests: its transcripts are nonsense, and always the same for the
+same sound. It is kept in the user's cache.
 """
 
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from tests.support.models.cache import cache, kept
 from tests.support.models.tiny import make as make_text_model
 
-NAME = "tiny-whisper-1"  # a new number when what is made changes
+NAME = "tiny-whisper-1"  # change the number when the model changes
 SECONDS = 30
-"""Of sound that it hears at once, as all of Whisper do: vLLM cuts what is longer."""
+"""The length of a piece of sound in seconds, as in all of Whisper: vLLM cuts longer ones."""
 POSITIONS = 64
-"""Tokens that it writes at most, those that say what is to be written among them."""
+"""The maximum of generated tokens, including the control tokens at the start."""
 _CONTROL = ("<|startoftranscript|>", "<|translate|>", "<|transcribe|>", "<|prev|>")
 _TIMES = ("<|notimestamps|>", *(f"<|{step * 0.02:.2f}|>" for step in range(SECONDS * 50 + 1)))
 
@@ -53,7 +53,7 @@ def write(folder: Path) -> None:
         encoder_ffn_dim=128,
         decoder_ffn_dim=128,
         max_target_positions=POSITIONS,
-        init_std=0.5,  # so that what is heard decides
+        init_std=0.5,  # so that the sound decides
         bos_token_id=end,
         eos_token_id=end,
         pad_token_id=end,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fleet of stand-in engines under the router's own strategies: no model, no HTTP, no clock.
 
-An engine keeps the chunks that were used last. A prompt costs the time to compute what the engine
-has not. Sessions wait for their answers, and then pause.
+An engine keeps the chunks that were used last, or those that the eviction of the KV cache tiers
+keeps. A prompt costs the time to compute what the engine has not. Sessions wait for their answers,
+and then pause.
 """
 
 import heapq
@@ -11,8 +12,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from serving.cache_hints.intent import CacheIntent
+import prometheus_client
+
+from serving.cache_hints.intent import CONVERSATION_S, CacheIntent
+from serving.kv_cache import retention_hint
 from serving.router.policy.conversations import Conversations
 from serving.router.policy.policies import Policy, PrefixAware, RoundRobin
 from serving.router.policy.policies import Session as SessionPolicy
@@ -35,6 +40,7 @@ class Arm:
     """strategy: as OPTION_ROUTING_STRATEGY has it. hinted: whether requests name their
     conversations. size: of each engine's cache, in live working sets. one_shots: their
     tokens, in new tokens of the agents. shared: whether there is a store that all engines share.
+    retains: whether the caches evict paused conversations last.
     """
 
     strategy: str
@@ -42,6 +48,7 @@ class Arm:
     size: float
     one_shots: float
     shared: bool = False
+    retains: bool = False
 
 
 @dataclass
@@ -67,7 +74,7 @@ class Engine:
         self._room = room
         self._chunks: OrderedDict[int, None] = OrderedDict()
 
-    def take(self, chain: Sequence[int]) -> int:
+    def take(self, chain: Sequence[int], intent: CacheIntent) -> int:
         """Compute a prompt. Returns how many of its first chunks were there."""
         known = known_first(chain, self._chunks)
         for link in reversed(chain):  # the last chunks are the first to go
@@ -79,6 +86,30 @@ class Engine:
 
     def clear(self) -> None:
         self._chunks.clear()
+
+
+class RetainingEngine(Engine):
+    """Evicts by the policy of the KV cache tiers. clock: returns seconds."""
+
+    def __init__(self, name: str, room: int, clock: Callable[[], float]) -> None:
+        from serving.kv_cache.lmcache.retention import Retention  # imports LMCache
+
+        super().__init__(name, room)
+        self._retention = Retention(clock, prometheus_client.CollectorRegistry())
+        self._eviction: Any = self._retention.policy()
+
+    def take(self, chain: Sequence[int], intent: CacheIntent) -> int:
+        kept = self._eviction._order
+        known = known_first(chain, kept)
+        self._eviction.on_keys_created(chain)
+        self._retention.on_request_end(retention_hint.told(intent, None, CONVERSATION_S), chain)
+        if (more := len(kept) - self._room) > 0:
+            for action in self._eviction.get_eviction_actions((more + 0.5) / len(kept)):
+                self._eviction.on_keys_removed(action.keys)
+        return known
+
+    def clear(self) -> None:
+        self._eviction.on_keys_removed([*self._eviction._order])
 
 
 class Fleet:
@@ -102,7 +133,11 @@ class Fleet:
         self._live = live
         self._rate = RATE / scale
         self._token_s = TOKEN_S * scale
-        self._engines = [Engine(f"engine-{number}", room) for number in range(REPLICAS)]
+        names = [f"engine-{number}" for number in range(REPLICAS)]
+        self._engines = [
+            RetainingEngine(name, room, lambda: self._now) if arm.retains else Engine(name, room)
+            for name in names
+        ]
         self._store: set[int] = set()
         self._policy = _policy(arm.strategy)
         if isinstance(self._policy, PrefixAware):
@@ -156,7 +191,12 @@ class Fleet:
     def _send(self, turn: Turn, conversation: str, parent: str) -> float:
         """Send a request. Returns when its answer is over."""
         hinted = self._arm.hinted and conversation
-        intent = CacheIntent(parent=parent if hinted else "", final=turn.ends)
+        intent = CacheIntent(
+            session=conversation if hinted else "",
+            parent=parent if hinted else "",
+            seconds=CONVERSATION_S if hinted else 0,
+            final=turn.ends,
+        )
         request = RoutingRequest(
             tokens=turn.tokens,
             chain=graduated(turn.chain),
@@ -172,7 +212,7 @@ class Fleet:
             self._conversations.learn(request, choice.replica.name)
         self.found.decisions_s.append(time.perf_counter() - began)
         engine = next(it for it in self._engines if it.load is choice.replica)
-        known = engine.take(turn.chain)
+        known = engine.take(turn.chain, intent)
         if self._arm.shared:
             known = max(known, known_first(turn.chain, self._store))
             self._store.update(turn.chain)

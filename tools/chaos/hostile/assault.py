@@ -2,6 +2,7 @@
 """Hostile clients and neighbours, all at once, and the watch over /ping."""
 
 import asyncio
+import itertools
 import random
 import sys
 import time
@@ -23,7 +24,9 @@ ATTACKERS = 4
 """Hostile clients at the same time, each with up to thousands of connections."""
 GATE_USERS = 3
 UNKNOWN = frozenset((401,))
-"""Of a server that answers its router, and an operator: not all that is sent has a key."""
+"""Further statuses of a server that only answers its router, and of an operator: some attacks send
+no key.
+"""
 
 
 class Assault:
@@ -34,6 +37,7 @@ class Assault:
         self._users = users
         self._ledger = ledger
         self._drawn = random.Random(seed)
+        self._deck: list[tuple[Callable[[Hostile], Awaitable[None]], Target]] = []
         sources = world.folder / "sources"
         self._archives = [*bombs(sources / "archives"), *folders(sources / "folders")]
         self._code = hostile_code(sources / "code")
@@ -64,7 +68,7 @@ class Assault:
         self._answering.end()
 
     async def run(self, seconds: float) -> None:
-        """Attack for so long."""
+        """Attack for this many seconds."""
         ends = time.monotonic() + seconds
         async with asyncio.TaskGroup() as tasks:
             meanwhile = [
@@ -79,18 +83,25 @@ class Assault:
                 for task in others:
                     task.cancel()
 
+    def _next(self) -> tuple[Callable[[Hostile], Awaitable[None]], Target]:
+        """Return the next attack and its target. All targets get all attacks before any gets one
+        again, so that memory soon has its largest size.
+        """
+        if not self._deck:
+            self._deck = [*itertools.product(ATTACKS, self._targets)]
+            self._drawn.shuffle(self._deck)
+        return self._deck.pop()
+
     async def _attack(self, ends: float) -> None:
-        """One attack after the other, in an order of its own, until that time (monotonic)."""
+        """Attack in a separate random order, until `ends` (monotonic)."""
         drawn = random.Random(self._drawn.random())
-        order: list[Callable[[Hostile], Awaitable[None]]] = []
         while time.monotonic() < ends:
-            order = order or drawn.sample(ATTACKS, len(ATTACKS))
-            target = drawn.choice(self._targets)
-            await order.pop()(Hostile(target, drawn, self._ledger, self._archives, self._code))
+            attack, target = self._next()
+            await attack(Hostile(target, drawn, self._ledger, self._archives, self._code))
             await asyncio.sleep(drawn.random() / 2)
 
     def text(self) -> str:
-        """How /ping was answered, as a table. What was wrong with it becomes a problem."""
+        """The answers of /ping as a table. Its faults are added to the ledger's problems."""
         text, problems = pings(self._targets, self._bystander)
         self._ledger.problems += problems
         return text

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile clients for `scripts/dev chaos --hostile`: what one client does to harm all the others.
+"""Hostile clients for `scripts/dev chaos --hostile`: attacks of one client that could harm all
+others.
 
-Each attack is bounded in time and size, and goes to a server or to the router. What comes back has
-to be a refusal or an answer in a documented shape; a connection that is closed is one too, where
-the other side may not speak. Whether others were harmed is what the usual traffic shows, the watch
-over /ping, and the memory afterwards.
+Each attack is bounded in time and size, and goes to a server or to the router. The response must be
+a refusal or an answer in a documented shape. A closed connection also counts as a refusal if the
+other side may not speak. Harm to others is measured by the usual traffic, the watch over /ping, and
+the memory afterwards.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from tools.chaos.watch import Target
 PATIENCE_S = 20.0
 """How long an attack goes on, and waits for an answer."""
 HELD_S = 5.0
-"""How long connections are held on which nothing is sent or read."""
+"""Seconds that an idle connection is held; no bytes are sent or read on it."""
 REFUSALS = frozenset(
     (400, 403, 404, 405, 408, 409, 413, 415, 422, 424, 426, 429, 431, 503, 504, 507)
 )
@@ -63,9 +64,10 @@ class Hostile:
         self.ledger.count(f"hostile: {kind}", Verdict(end, told))
 
     async def send(self, kind: str, data: bytes, also: frozenset[int] = frozenset()) -> None:
-        """Send bytes and see that they are refused, or answered with one of these statuses too.
+        """Send bytes, and check that they are refused or answered with one of the statuses in
+        `also`.
 
-        A closed connection is a refusal of what is no whole request.
+        A closed connection counts as a refusal of an incomplete request.
         """
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -287,7 +289,7 @@ async def pictures(it: Hostile) -> None:
 
 
 async def salts(it: Hostile) -> None:
-    """A hundred requests, each with a salt of its own."""
+    """A hundred requests, each with a different salt."""
     for _ in range(100):
         body = completion("salted", cache_salt=f"{it.drawn.random()}", max_tokens=1)
         await it.post("salts", body, b"/v1/completions", also=frozenset((200,)))
@@ -382,7 +384,7 @@ async def handshakes(it: Hostile) -> None:
 
 
 async def old_clients(it: Hostile) -> None:
-    """HTTP/1.0, with what HTTP/1.0 does not have."""
+    """HTTP/1.0 requests that use features of HTTP/1.1."""
     body = json.dumps(completion("old", max_tokens=2)).encode()
     heads = (
         b"",
@@ -415,7 +417,9 @@ async def items(it: Hostile) -> None:
 
 
 async def template_keywords(it: Hostile) -> None:
-    """Keyword arguments of the model's own template, deep, wide or with names of its own."""
+    """Keyword arguments for the model's template: deep, wide, or with names that the template uses
+    itself.
+    """
     deep: Any = []
     for _ in range(500):
         deep = [deep]

@@ -16,7 +16,7 @@ HARM = {
     "exits": "os._exit(3)",
     "stops-itself": "os.kill(os.getpid(), 19)",
 }
-"""What the code of adapters does, by name."""
+"""The harm that the code of adapters does, by name."""
 HARMING = """
 import os, struct, sys, time
 from djl_python.output_formatter import output_formatter

@@ -63,7 +63,7 @@ PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
 
 class Gate(Kept):
-    """The router, and what it has around it. servers: honest replicas, which have its secret."""
+    """The router with its hostile neighbours. servers: honest replicas, which have its secret."""
 
     def __init__(
         self,
@@ -127,16 +127,16 @@ class Gate(Kept):
 
     @property
     def target(self) -> Target:
-        """What attacks are told of it. 401: they have a key, but not in each of their requests. The
-        others are of hostile replicas, which answer as they like.
+        """The facts that attacks need. 401: they have a key, but do not send it in each request.
+        The other statuses are those of hostile replicas, which answer with any.
         """
         limit = self.own.rlimit(psutil.RLIMIT_NOFILE)[0]
         answers = frozenset((200, 401, 404, 500, 502))
         return Target(self.name, self.port, limit, tls=self.trusting, key=KEY, answers=answers)
 
     def enemies(self, world: Sequence[Kept], listed: Path) -> Iterator[Any]:
-        """What its neighbours do until cancelled. world: servers whose children print. listed: the
-        folder of the adapters' list that servers share.
+        """The actions of its hostile neighbours, until cancelled. world: servers whose children
+        print. listed: the folder of the adapters' list that servers share.
         """
         yield self._store_hangs()
         yield self._files_are_garbage(listed)
@@ -236,7 +236,7 @@ class Gate(Kept):
             await asyncio.sleep(1)
 
     async def ask(self, known: list[tuple[Ask, Any]], seed: int) -> None:
-        """Ask what has a right answer, one after the other, until cancelled."""
+        """Send requests with known answers, one after the other, until cancelled."""
         drawn = random.Random(seed)
         key = {"authorization": f"Bearer {KEY}"}
         connector = aiohttp.TCPConnector(ssl=self.trusting)
@@ -270,13 +270,13 @@ class Gate(Kept):
 
 
 def _printed(process: int, data: bytes) -> None:
-    """Write to what this process has as its standard error."""
+    """Write to a process's standard error."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{process}/fd/2").write_bytes(data)
 
 
 def _certify(folder: Path) -> None:
-    """A certificate of its own for 127.0.0.1."""
+    """Make a separate certificate for 127.0.0.1."""
     name = ["-subj", "/CN=gate", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
     files = ["-keyout", str(folder / "own.key"), "-out", str(folder / "own.pem")]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]

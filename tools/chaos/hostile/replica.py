@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica that harms its router: `python -m tools.chaos.hostile.replica PORT KIND`.
 
-errors: it is well, and answers every request with 500. endless: no answer of it ends. silent: it
-takes connections and says nothing. lies: it is well, and what it says of itself, of its usage and
-of its KV cache has odd values, far too many of them; its streams have an event without an end.
+errors: reports ready, and answers every request with 500. endless: never ends an answer. silent:
+accepts connections and sends no bytes. lies: reports ready, but its readiness, usage and KV cache
+events have odd values, far too many of them; its streams have an event without an end.
 """
 
 import argparse
@@ -108,7 +108,7 @@ async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What is sent is read, and not answered."""
+    """Read all bytes, and answer none."""
     try:
         while await reader.read(PIECE):
             pass

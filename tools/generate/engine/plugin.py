@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write slipway.dist-info, by which vLLM finds Slipway's plugin, from pyproject.toml, or check that
-it is fresh. Slipway runs from a folder and is never installed, which would write this.
+"""Write slipway.dist-info from pyproject.toml, or check that it is fresh. vLLM finds Slipway's
+plugin by it.
+
+An installation would write it, but Slipway runs from a folder and is never installed.
 """
 
 import tomllib

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _DIGESTED = re.compile(r"@[0-9a-f]{16}$")
-"""The end of the names that we give adapters, which says what is in their files."""
+"""The end of the names that we give adapters: a digest of their files."""
 
 
 def has_key(request: "Request") -> bool:
@@ -27,7 +27,7 @@ def has_key(request: "Request") -> bool:
 
 
 def salt(request: "Request") -> str:
-    """What LMCache gets as the request's salt: its own, and which adapter computes its KV."""
+    """The salt that LMCache gets for the request: the request's salt and its adapter."""
     adapter = request.lora_request
     if adapter is None:
         return request.cache_salt or ""

@@ -148,8 +148,8 @@ PROMPTS = Patch(
         Name("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", has=("lora_manager",)),
         Name("vllm.lora.model_manager:LoRAModelManager", has=("lora_index_to_id",)),
     ),
-    does="Makes all rows of a prompt use the adapter of their own request when the prompt's log "
-    "probabilities are computed.",
+    does="Makes all rows of a prompt use the request's adapter when the prompt's log probabilities "
+    "are computed.",
     why="vLLM computes them with one row for each token, but it has slots for one row for each "
     "request.",
     without="a request for prompt log probabilities would end the engine, or get another "

@@ -25,7 +25,7 @@ def copy(
 
     layers: [blocks, heads, tokens, width] of keys and values each, or tokens before heads, as
     `layout` says. chunks: [layers, tokens, heads x width]. block_ids: of all chunks, in order.
-    skipped: so many blocks at the beginning are not copied.
+    skipped: number of blocks at the beginning that are not copied.
     """
     layers = [layer.view(*layer.shape[:3], -1) for layer in layers]
     heads, width = layers[0].shape[1 if layout.is_hnd else 2], layers[0].shape[3]

@@ -40,7 +40,7 @@ def want(environ: MutableMapping[str, str], *, adapters: bool) -> None:
 
 
 def load() -> None:
-    """What vLLM calls. Raises Unfit, which ends the process that calls."""
+    """The plugin's entry point, called by vLLM. Raises Unfit, which ends the calling process."""
     global _loaded
     if os.environ.get(_WANTED) != _ADAPTERS:
         return

@@ -20,9 +20,9 @@ def trim(
     """Keep the chunks of a store behind the last block that is not real. Returns whether any is
     left.
 
-    held: the request's blocks by group, as vLLM has them in this step, None where it does not say.
-    spans: tokens that a block of each group has, 0 for groups that are not stored. chunk: tokens,
-    a multiple of each span. null: the null block.
+    held: the request's blocks by group in this step, None if vLLM does not report them. spans:
+    tokens that a block of each group has, 0 for groups that are not stored. chunk: tokens, a
+    multiple of each span. null: the null block.
     """
     blocks, start = operation.block_ids, operation.start
     if held is None or not len(held) == len(spans) == len(blocks):
@@ -49,11 +49,11 @@ def trim(
 
 
 def skip(operation: "LoadStoreOp", spans: Sequence[int], null: int) -> None:
-    """Have a load write nothing into the null block, where all groups begin with it.
+    """Skip a load's writes into the null block, as long as all groups begin with it.
 
-    Groups with a window begin with it, as far as the window does not reach. What is written there
-    is not read, but vLLM's kernels may take it for zeros. Where another group needs these tokens,
-    they are written for all.
+    A group with a window begins with null blocks, for the tokens before the window. The null
+    block's contents are not used, but vLLM's kernels may expect zeros there. If another group needs
+    these tokens, they are written for all groups.
     """
     begins = [
         next((n for n, it in enumerate(ids) if it != null), len(ids)) * span
@@ -64,10 +64,11 @@ def skip(operation: "LoadStoreOp", spans: Sequence[int], null: int) -> None:
 
 
 def real_stores(meta: Any, state: Any, spans: Sequence[int], chunk: int, null: int | None) -> None:
-    """Leave out of a step's metadata what is not to be stored, and loads into the null block.
+    """Remove from a step's metadata the stores of blocks that are not real, and the loads into the
+    null block.
 
-    state: vLLM's KVConnectorBlockState for this step. null: None where no pool of blocks is known,
-    and then nothing is stored.
+    state: vLLM's KVConnectorBlockState for this step. null: the null block; None if no pool of
+    blocks is known, and then no KV is stored.
     """
     kept = []
     for it in meta.requests:

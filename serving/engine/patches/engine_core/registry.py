@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patches of the engine core's process and of its workers', by what has them applied there.
+"""The patches of the engine core's process and of its workers', by the component that applies them.
 
-Those of adapters come as a plugin of vLLM's (`plugin.py`), the others with the connectors, which
-vLLM imports by their paths.
+A plugin of vLLM's applies the patches for adapters (`plugin.py`). The connectors apply the others;
+vLLM imports them by their paths.
 """
 
 from collections.abc import Sequence

@@ -19,8 +19,8 @@ def _put() -> None:
 
 
 def checking(loading: Any) -> Any:
-    """vLLM's function that loads an adapter; what it returns raises ValueError for an adapter of
-    which vLLM would leave out a part.
+    """Wraps vLLM's function that loads an adapter. The wrapper raises ValueError for an adapter if
+    vLLM would ignore a part of it.
     """
     from vllm.distributed import get_pp_group
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What patches of the server's process are told of its start."""
+"""The facts of a start that patches of the server's process need."""
 
 from argparse import Namespace
 from collections.abc import Callable

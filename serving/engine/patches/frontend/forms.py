@@ -104,7 +104,9 @@ def _schema(choice: Any) -> Any:
 
 
 def _types(schema: Any, known: Mapping[str, Any]) -> list[str]:
-    """The types that a value of this schema may have, in brackets; one of none is _NO_TYPE."""
+    """The values that this schema allows for the key `type`, in brackets, and _NO_TYPE if the key
+    may be absent.
+    """
     while schema["type"] not in ("typed-dict", "model-fields"):
         inside = next((schema[key] for key in _INSIDE if isinstance(schema.get(key), dict)), None)
         if schema["type"] == "definition-ref":

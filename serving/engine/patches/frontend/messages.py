@@ -20,7 +20,9 @@ def _put_bounds(_: Context) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     class Bounded(ChatCompletionRequest):  # type: ignore[misc]  # vLLM is not type-checked
-        """A chat whose `max_tokens` are what there may be at most, where the context has room."""
+        """A chat with `max_tokens` as an upper limit: it is lowered if the context has less
+        room.
+        """
 
         def build_tok_params(self, model: Any) -> Any:
             unbounded = self.model_copy(update={"max_tokens": None, "max_completion_tokens": None})

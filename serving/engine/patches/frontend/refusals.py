@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM answers with 500 though the request is at fault is answered with 400."""
+"""Requests at fault that vLLM answers with 500 are answered with 400."""
 
 from functools import wraps
 from typing import Any

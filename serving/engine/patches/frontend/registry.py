@@ -21,7 +21,9 @@ from serving.patching.patch import Patch
 log = logging.getLogger(__name__)
 
 MODELS: Sequence[Patch] = (forms.PATCH,)
-"""Before vLLM's routes are imported, which keep what is made of a model then."""
+"""Applied before vLLM's routes are imported, because the routes keep objects built from the
+models.
+"""
 OUTPUTS: Sequence[Patch] = (
     *(accounting.TOKENS, accounting.ADAPTER_NAMES),
     *(accounting.QUICK, accounting.ARRAYS),

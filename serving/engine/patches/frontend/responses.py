@@ -39,7 +39,7 @@ def _put_messages(_: Context) -> None:
 
 
 def _in_one_part(item: Any) -> Any:
-    """What the assistant has said, as one text."""
+    """Join the texts of an assistant's message into one text."""
     from openai.types.responses import ResponseOutputMessage
 
     if isinstance(item, ResponseOutputMessage):

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the server's process: what the engine puts out is told to the call that it belongs to.
+"""In the server's process: the engine's outputs are delivered to the calls that they belong to.
 
-What: vLLM's OutputProcessor and what it makes for each request, by subclasses that are built in
-their places at the start.
-Why: no public interface tells what a request has computed when it is broken off, checks the salt
-that a prompt goes to the engine with, or hands out a token without an output object.
+What: vLLM's OutputProcessor and its objects for each request. Subclasses replace them at the start.
+Why: no public interface reports the tokens of a request that is broken off, checks the salt of a
+prompt for the engine, or delivers a token without an output object.
 Upstream: vllm/v1/engine/output_processor.py, vllm/v1/engine/logprobs.py, vllm/v1/metrics/stats.py.
-Without it: tokens would be counted for nobody and salts would be checked by nobody, so the engine
-is not started (accounting.py). Where only the names that speed needs are not there (is_quick()),
-vLLM makes an output object of every token.
+Without it: tokens would not be counted and salts would not be checked, so the engine is not started
+(accounting.py). If only the names needed for speed are missing (is_quick()), vLLM makes an output
+object for every token.
 """
 
 import functools
@@ -35,7 +34,7 @@ class InFlight(Protocol):
 
 
 class Canary(Protocol):
-    """What verifies hits of the KV cache tiers."""
+    """Verifies hits of the KV cache tiers."""
 
     def begin(self, request: Any) -> None: ...
 
@@ -51,7 +50,7 @@ def is_quick() -> bool:
 def install(client: Any, calls: Mapping[str, InFlight]) -> None:
     """Give a client of vLLM, which has not had a request yet, this processor.
 
-    calls: those in flight, by the names under which the engine has their requests.
+    calls: the calls in flight, by the engine's names of their requests.
     """
     if is_quick():
         output_processor.RequestState = State
@@ -120,10 +119,10 @@ def _public(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 class State(RequestState):  # type: ignore[misc]  # vLLM is not type-checked
-    """vLLM's state of a request. It makes no output of a token that its stream writes at once: that
-    takes half the time in which vLLM reads a token.
+    """vLLM's state of a request. It makes no output object for a token that its stream writes at
+    once: making one takes half of vLLM's time to read a token.
 
-    stream: of the request, where it has one that writes tokens at once (streams.Stream). asked: the
+    stream: the request's stream that writes tokens at once (streams.Stream), or None. asked: the
     request, while hits are verified.
     """
 

@@ -6,6 +6,6 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 async def one_loop(anyio_backend):
-    """gRPC's poller tells the loop of each call of its end, later than the test: a closed loop
+    """gRPC's poller reports the end of each call to the loop, later than the test: a closed loop
     would raise.
     """

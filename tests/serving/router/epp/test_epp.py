@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint picker, asked by a real Envoy, which sends requests where it says."""
+"""The endpoint picker, asked by a real Envoy, which sends requests to the picked replicas."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ def counted(counter: Any, *labels: str) -> float:
 
 
 async def idle(it: Routed) -> None:
-    """Wait until the picker has nothing under way."""
+    """Wait until the picker has no request in flight."""
     await until_async(
         lambda: all(
             (replica.in_flight, replica.queued, replica.context) == (0, 0, 0)
@@ -237,7 +237,9 @@ async def streamed(replica, asked, writer):
 
 
 async def sent(it: Routed) -> list[int]:
-    """Send the traffic, one request after the other. Returns the places of their replicas."""
+    """Send the traffic, one request after the other. Returns the index of each request's
+    replica.
+    """
     places = [replica.name for replica in it.router.pool.replicas]
     found = []
     for body, path, headers in traffic():
@@ -279,7 +281,7 @@ weight = candidates._weight
 
 
 def by_place(places: Mapping[str, str]) -> Any:
-    """A session's weights where a replica is called by its place: the fleets' ports differ."""
+    """A session's weights by the index of a replica: the ports of the two fleets differ."""
     return lambda session, replica: weight(session, places[replica])
 
 
@@ -332,7 +334,7 @@ async def test_the_gateway_falls_back_and_the_picker_follows(tmp_path, how):
         assert second != first
         assert counted(RETRIES, "gateway") == before + 1
         await idle(it)
-        # It is known that the prompt is there now, too.
+        # The router knows that the prompt is now also there.
         hint = {"x-slipway-route": "1", "x-test-subset": second.removeprefix("http://")}
         answer = await it.post({"prompt": long}, headers=hint)
         assert "engine 2,432 of 2,500 tokens" in answer.headers["x-slipway-route"]
@@ -424,7 +426,7 @@ async def divided_behind_envoy(folder: Path, **more: Any) -> AsyncIterator[Divid
 
 
 async def test_a_long_prompt_is_computed_on_one_replica_before_the_gateway_asks_the_other(tmp_path):
-    """For which the gateway waits for longer than for other messages."""
+    """The gateway waits longer for this message than for others."""
 
     async def compute(replica, asked, writer):
         await asyncio.sleep(0.5)
@@ -465,7 +467,7 @@ async def test_what_goes_wrong_with_a_prefill_costs_no_answer(tmp_path, monkeypa
 
 
 async def test_what_a_gateway_sends_leads_to_no_kv_to_be_fetched(tmp_path):
-    """Its body is the client's. The one that answers computes the prompt."""
+    """The body comes from the client, so the answering replica computes the prompt."""
     async with divided_behind_envoy(tmp_path, told=FETCHED) as it:
         before = ended("none")
         assert (await it.routed.post(long())).json()["replica"] == it.decodes.url
@@ -673,7 +675,7 @@ async def test_a_stop_waits_for_what_is_under_way(tmp_path):
 
 
 def picker(port: int, log: Path, *arguments: str, environ: dict[str, str] | None = None) -> Program:
-    """`route --epp` in a process of its own."""
+    """`route --epp` in a separate process."""
     command = (sys.executable, "-m", "serving", "route", "--epp", "--epp-port", str(port))
     return Program(*command, *arguments, environ={**AS_ENTRYPOINT_SH, **(environ or {})}, log=log)
 
@@ -704,7 +706,7 @@ async def test_a_picker_that_is_killed_and_started_again(tmp_path, fail_open):
                 await until_async(is_picked)
                 program.kill()
                 if fail_open:
-                    # what was on its way to the picker is lost
+                    # the messages in flight to the picker are lost
                     await until_async(lambda: is_status(200))
                     assert not await is_picked()
                 else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint picker, asked by peers that are no gateways, by gRPC."""
+"""The endpoint picker, called over gRPC by peers that are not gateways."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ from tests.support.harness.wait import until_async
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 BODY = json.dumps({"prompt": "Hi"}).encode()
 ENDED = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
-"""What gRPC raises for a call that has ended, by the moment."""
+"""The errors that gRPC raises for a call that has ended; the moment decides which."""
 
 pytestmark = pytest.mark.anyio
 
 
 def headed(*more, path="/v1/completions", end=False):
-    """A request's head. more: headers besides."""
+    """A request's head. more: additional headers."""
     named = [(":method", b"POST"), (":path", path.encode()), (":authority", b"a"), *more]
     lines = [pb.HeaderValue(key=name, raw_value=value) for name, value in named]
     found = pb.ProcessingRequest(
@@ -62,7 +62,7 @@ ANSWER_TRAILERS = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
 
 
 class Peer:
-    """Who reaches the picker's port."""
+    """A peer that reaches the picker's port."""
 
     def __init__(self, it, port):
         self.it = it
@@ -78,7 +78,7 @@ class Peer:
         )()
 
     async def say(self, *messages):
-        """What comes back, and the status that the stream ends with."""
+        """Send the messages. Returns the responses, and the stream's status."""
         call, found = self.open(), []
         with contextlib.suppress(*ENDED):
             for message in messages:
@@ -90,12 +90,12 @@ class Peer:
         return found, await call.code()
 
     async def picks(self):
-        """Whether a request like any other is let through."""
+        """Whether an ordinary request gets through."""
         found, code = await self.say(headed(), body(), answer(), answered())
         return code is grpc.StatusCode.OK and found[0].HasField("request_headers")
 
     async def at_rest(self):
-        """Wait until nothing is held for anybody."""
+        """Wait until no peer occupies any buffer or slot."""
         picker = self.it.router._picker
         held = picker._picking.buffers
         limiter = self.it.router.routing.limiter
@@ -139,7 +139,7 @@ MESSAGES = st.sampled_from(
 )
 
 
-async def test_whatever_comes_in_whatever_order_all_is_given_back(tmp_path):
+async def test_messages_in_any_order_leave_nothing_held(tmp_path):
     keys = written(tmp_path / "keys.json", {"team-a": {"concurrent_requests": 3}})
     async with picking(api_keys_file=keys, router_secret=SECRET) as peer:
         loop = asyncio.get_running_loop()
@@ -209,7 +209,7 @@ async def test_what_no_gateway_sends(messages, status, code, caplog):
 
 
 async def test_one_stream_of_many_heads_takes_nothing_from_others():
-    """Neither from the picker's peers nor from the clients of the proxy."""
+    """Neither from the picker's peers nor from the proxy's clients."""
     async with picking() as peer:
         for _ in range(3):
             await peer.say(*[headed(("x-some", b"x" * 60_000))] * 100)
@@ -236,7 +236,7 @@ async def test_heads_without_bodies_keep_nobody_out(monkeypatch):
 
 @pytest.mark.parametrize("whole", [False, True])
 async def test_streams_that_say_nothing_keep_nobody_out(monkeypatch, whole):
-    """Before their request, or behind it."""
+    """They are silent before their request, or after it."""
     monkeypatch.setattr(grpc_server, "STREAMS", 20)
     async with picking() as peer:
         calls = []
@@ -265,7 +265,7 @@ async def test_watchers_keep_nobody_out(monkeypatch):
             with contextlib.suppress(*ENDED):
                 await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         both = [*watches, *asked]
-        for call in both:  # the end comes behind what it was told before
+        for call in both:  # the end comes after the messages that were sent before
             with contextlib.suppress(*ENDED):
                 await asyncio.wait_for(call.read(), 10)
         await until_async(lambda: sum(call.done() for call in both) >= 52, 10)

@@ -24,8 +24,8 @@ __all__ = ["files", "folders"]
 
 @pytest.mark.parametrize("own", [True, False])
 async def test_all_ways_are_encrypted(files, tmp_path, own):
-    """Between gateway and picker with a certificate of the picker's own, which is not verified, as
-    gateways have it by default; or with one that is.
+    """Between gateway and picker, the picker either makes its own certificate, which gateways do
+    not verify by default, or has one that they verify.
     """
     ca, port = tmp_path / "ca.pem", ports.free()
     options: dict[str, Any] = {"epp_certificate": "self-signed"}

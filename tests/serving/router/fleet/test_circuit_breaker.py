@@ -17,7 +17,7 @@ from serving.router.fleet.circuit_breaker import (
 
 
 class Fleet:
-    """Breakers, and requests that go to each in turn among those that allow it."""
+    """Breakers, and requests that go in turn to each replica that its breaker allows."""
 
     def __init__(self, count):
         self.now = 0.0
@@ -37,7 +37,7 @@ class Fleet:
         return allowed[self._next % len(allowed)]
 
     def ask(self, status):
-        """One request, answered by status(number of the replica). Returns that."""
+        """Make one request, answered by status(number of the replica). Returns that number."""
         chosen = self.choose()
         trial = chosen.begin(self.now)
         found = status(self.breakers.index(chosen))
@@ -63,7 +63,7 @@ def test_ejections_grow_over_a_single_success_and_shrink_over_long_service():
     bad = fleet.breakers[0]
     pauses = []
     for _ in range(6):
-        while not bad.ejected:  # each trial succeeds, and what follows does not
+        while not bad.ejected:  # each trial succeeds, and the requests after it fail
             bad.answered(500, fleet.now)
             fleet.breakers[1].answered(200, fleet.now)
         began = fleet.now
@@ -85,11 +85,11 @@ def test_trials_go_one_at_a_time_and_a_client_that_leaves_one_says_nothing():
     for _ in range(5):
         fleet.breakers[0].answered(500, 0.0)
     bad = fleet.breakers[0]
-    assert bad.begin(1.0) is False  # too early: it was sent where there was nobody else
+    assert bad.begin(1.0) is False  # too early: it was sent because no other replica was there
     assert bad.begin(FIRST_S)
     assert not bad.allows(FIRST_S)
     assert bad.begin(FIRST_S) is False
-    bad.answered(200, FIRST_S)  # of one that was there before
+    bad.answered(200, FIRST_S)  # a request from before
     assert bad.ejected
     bad.abandoned(FIRST_S)
     assert not bad.allows(FIRST_S + 1)
@@ -131,8 +131,8 @@ def test_what_fails_everywhere_ejects_none(share):
     assert out < 20 * 2000 * 4 / 500  # by chance, for a moment
 
 
-def test_what_goes_from_one_to_the_next_and_fails_everywhere_brings_the_first_ones_back():
-    """Requests with one beginning go to one replica as long as it is there."""
+def test_a_prefix_that_fails_on_every_replica_readmits_the_first_ones():
+    """Requests with one prefix go to one replica as long as it is there."""
     fleet = Fleet(4)
     for n in range(3):
         for _ in range(5):
@@ -174,7 +174,7 @@ def test_what_stands_still_is_ejected_while_others_answer():
         stuck.moved(0.0)
         other.moved(100.0 if others else 0.0)
         stuck.look(still, standing, still)
-        assert not stuck.ejected  # it is not longer
+        assert not stuck.ejected  # not longer than usual
         stuck.look(100.0, standing, still)
         assert stuck.ejected is expected
     stuck.moved(101.0)

@@ -35,7 +35,7 @@ def hasty(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def following(where):
-    """A list of all sets so far, which grows."""
+    """A growing list of all sets so far."""
     seen: list[frozenset[str]] = []
 
     async def follow():
@@ -136,7 +136,7 @@ def test_what_says_where_replicas_are(where, source):
         ("kubernetes://default/a=b?port=70000", "a whole number, at least 1, at most 65535"),
     ],
 )
-def test_what_does_not(where, should):
+def test_addresses_that_say_nothing_of_replicas_are_refused(where, should):
     with pytest.raises(ValueError, match=should.replace("?", r"\?")) as caught:
         replicas(where)
     assert "secret" not in str(caught.value)
@@ -253,8 +253,8 @@ def piece(*pods, ports=(HTTP,), kind="IPv4"):
 class Cluster:
     """An API server with the EndpointSlices of one namespace, or an InferencePool and its pods.
 
-    asked: requests, as "list" or "watch from" and a version. answers: statuses to answer next
-    requests with; 410 is told as an event of a watch that has begun.
+    asked: requests, as "list" or "watch from" and a version. answers: statuses of the next answers;
+    a 410 comes as an event of a watch that has begun.
     """
 
     def __init__(self) -> None:
@@ -294,7 +294,7 @@ class Cluster:
         self.server.server_close()
 
     def put(self, name: str, content: dict[str, Any] | None) -> None:
-        """Make, change or (None) remove a slice, and tell watches of it."""
+        """Add, change or (None) remove a slice, and notify its watches."""
         with self.lock:
             kind = ("MODIFIED" if name in self.slices else "ADDED") if content else "DELETED"
             self.version += 1
@@ -588,7 +588,7 @@ ODD_LISTS = {
 
 @pytest.mark.anyio
 async def test_what_is_no_list_of_replicas_leaves_them_as_they_were(tmp_path, monkeypatch, caplog):
-    """And is followed by another look, which finds what has become right."""
+    """A later look finds the file correct again."""
     monkeypatch.setattr(follow, "LOOK_S", 0.01)
     file = tmp_path / "replicas"
     file.write_text("http://10.0.0.9:80")

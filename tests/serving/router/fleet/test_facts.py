@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a replica's /metrics."""
+"""The facts that the router reads from a replica's /metrics."""
 
 import functools
 import json
@@ -131,7 +131,9 @@ def bomb() -> bytes:
 @pytest.mark.parametrize("path", ["/ping", "/v1/models", "/metrics", "/adapters?name=a&src=b"])
 @pytest.mark.anyio
 async def test_answers_to_the_routers_own_questions_have_a_limit(path, kind):
-    """Of 400 MiB some are sent before the router lets go; what is compressed stays so."""
+    """The router closes the connection after a part of 400 MiB, and does not decompress a
+    compressed answer.
+    """
     packed = bomb()
     sent: list[int] = []  # MiB of each answer, when it is over
 

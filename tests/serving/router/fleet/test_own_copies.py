@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One text of the series of a router and of its container's copies."""
+"""The series of a router and of its container's copies, as one text."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often replicas are asked, and by whom."""
+"""The rate of a replica's probes, and the process that makes them."""
 
 import asyncio
 
@@ -35,10 +35,10 @@ async def test_a_replica_that_answers_is_not_asked_whether_it_can(monkeypatch):
         now = probe._checked_at
         replica.answered_at = now - 59
         assert not probe._is_due(now, 60)
-        # Now and then it is asked all the same.
+        # Now and then it is probed all the same.
         replica.answered_at = now + health.LISTED * 60
         assert probe._is_due(now + health.LISTED * 60, 60)
-        # An answer that it is busy, or an error, shows nothing.
+        # A busy answer, or an error, shows nothing about its health.
         replica.answered_at = now - 61
         it.fleet[0].answer = sends(whole(503, b"busy"))
         await it.post({"prompt": "Hi"})
@@ -57,7 +57,7 @@ async def test_what_another_process_has_seen_is_not_asked_again(monkeypatch):
         checks.on_seen(Seen("http://127.0.0.1:9", State.DOWN, "", "", 0))  # not ours yet
         await asyncio.sleep(0.1)
         assert fake.pings == before
-        # What differs each process finds out by itself, and at once.
+        # Each process verifies a difference itself, and at once.
         fake.ping = 503, {"status": "draining"}
         checks.on_seen(Seen(replica.name, State.DRAINING, "", "", 0))
         await until_async(lambda: replica.state is State.DRAINING)
@@ -80,7 +80,7 @@ async def fakes():
 
 
 async def test_one_process_asks_for_all(fakes):
-    """Four processes ask hardly more often than one."""
+    """Four processes probe hardly more often than one."""
     alone, together = fakes
     routers = [
         Program(*ROUTE, environ={"OPTION_ROUTER_REPLICAS": it.url, "OPTION_ROUTER_PROCESSES": n})

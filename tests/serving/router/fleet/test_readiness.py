@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When servers of others' can serve: /ping, /health or /v1/models says it, whichever they have."""
+"""The readiness of foreign servers: /ping, /health or /v1/models shows it, whichever they have."""
 
 import pytest
 
@@ -13,7 +13,7 @@ KEY = "a-key-of-the-servers"
 
 
 def state(it):
-    """The replica's; None until it is known."""
+    """The replica's state; None until it is known."""
     return next((one.state for one in it.router.pool.replicas), None)
 
 
@@ -25,7 +25,7 @@ async def states(it):
 @pytest.mark.parametrize("absent", [404, 405, 501])
 @pytest.mark.parametrize("paths", [(PING,), (PING, HEALTH)])
 async def test_the_first_path_that_is_there_says_it(paths, absent):
-    """vLLM's Rust front end has no /ping; others have /v1/models only."""
+    """vLLM's Rust front end has no /ping; other servers have /v1/models only."""
     async with routing(1, wait=False) as it:
         it.fleet[0].statuses = dict.fromkeys(paths, absent)
         await it.ready()
@@ -67,7 +67,7 @@ async def test_a_server_with_none_of_them_is_asked_until_it_has_one():
         await it.ready()
 
 
-async def test_the_path_is_kept_while_it_answers_and_looked_for_anew_after_that():
+async def test_the_path_is_kept_while_it_answers_and_then_searched_again():
     async with routing(1, wait=False) as it:
         replica = it.fleet[0]
         replica.statuses = {PING: 404}
@@ -108,7 +108,7 @@ async def test_a_change_of_adapters_does_not_take_a_server_without_ping_for_one_
 
 @pytest.mark.parametrize("secret", [None, "s" * 32])
 async def test_the_routers_own_questions_have_the_servers_key(secret):
-    """Clients' requests have their own keys, as ever."""
+    """Clients' requests carry their own keys, as always."""
     options = {"router_secret": secret} if secret else {}
     async with routing(1, wait=False, knows=False, router_replica_key=KEY, **options) as it:
         replica = it.fleet[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP at random, from clients and from replicas, on both event loops.
+"""Random HTTP, from clients and from replicas, on both event loops.
 
-Another implementation of HTTP (h11) judges what replicas get and what clients get. In CI the
+Another implementation of HTTP (h11) checks the messages that replicas and clients get. In CI the
 examples are always the same; SLIPWAY_FUZZ=30 tries thirty times as many.
 """
 
@@ -41,12 +41,12 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 Headers = list[tuple[bytes, bytes]]
 
 
-# What is sent
+# Messages
 
 
 class Message(NamedTuple):
-    """A request or an answer as it is sent. ends: whether its connection ends with it. shown: the
-    headers that are to arrive.
+    """A request or an answer as it is sent. ends: whether its connection ends after it. shown: the
+    headers that must arrive.
     """
 
     first: tuple[bytes, bytes]  # method and target, or status and nothing
@@ -68,7 +68,7 @@ cuts = st.lists(st.integers(1, 400), max_size=12)
 
 
 def parts(data: bytes, sizes: list[int]) -> list[bytes]:
-    """The data in pieces of these sizes, and the rest."""
+    """The data cut into pieces of these sizes, and the rest."""
     found = []
     for size in sizes:
         found.append(data[:size])
@@ -173,7 +173,7 @@ def answers(draw: Any, method: bytes) -> Message:
 
 @st.composite
 def exchanges(draw: Any) -> tuple[Message, Message, list[int]]:
-    """A request, the answer to it, and where that is cut."""
+    """A request, its answer, and the places where the answer is cut."""
     request = draw(requests())
     if request.first in OWN:
         return request, Message((OWN[request.first], b""), b""), []
@@ -182,7 +182,7 @@ def exchanges(draw: Any) -> tuple[Message, Message, list[int]]:
 
 @st.composite
 def mutated(draw: Any, data: bytes) -> bytes:
-    """Some bytes of it are others, or gone, or there twice."""
+    """The data with some bytes changed, removed or doubled."""
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))
         size = draw(st.sampled_from([1, 1, 1, 2, 5, 50]))
@@ -203,7 +203,7 @@ def mutated(draw: Any, data: bytes) -> bytes:
     return data
 
 
-# Where it is sent
+# The world that they are sent in
 
 
 class Got(NamedTuple):
@@ -215,7 +215,9 @@ class Got(NamedTuple):
 
 
 class Replica:
-    """Answers requests by their numbers with what is planned; others plainly."""
+    """Gives a request with a planned answer that answer, found by its number; other requests get a
+    plain one.
+    """
 
     def __init__(self) -> None:
         self.plans: dict[bytes, tuple[bytes, list[int], bool]] = {}
@@ -258,7 +260,7 @@ class Replica:
             writer.close()
 
     async def _answer(self, got: Got, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection ends."""
+        """Answer a request. Returns whether the connection ends."""
         number = dict(got.headers).get(NUMBER)
         if number is None:
             writer.write(whole(200, b"{}"))
@@ -276,7 +278,7 @@ class Replica:
 
 
 async def read(parser: h11.Connection, reader: asyncio.StreamReader, data: bytes) -> Got | None:
-    """The next message, or None where the connection ends before it is whole."""
+    """The next message, or None if the connection ends before it is complete."""
     first, found, body = (b"", b""), [], b""
     ended = False
     if data:
@@ -305,12 +307,12 @@ async def read(parser: h11.Connection, reader: asyncio.StreamReader, data: bytes
 
 
 class World(Routed):
-    """A router with two such replicas, in a loop of its own."""
+    """A router with two such replicas, in a separate event loop."""
 
     def __init__(self, runner: asyncio.Runner, patched: pytest.MonkeyPatch) -> None:
         self.runner = runner
         self.patched = patched
-        self.replica = Replica()  # both are one
+        self.replica = Replica()  # this one is both
         self.faults: list[dict[str, Any]] = []
 
     def patience(self, seconds: float) -> None:
@@ -334,7 +336,7 @@ class World(Routed):
         self.runner.run(watched())
 
     async def settled(self) -> None:
-        """Nothing is left of what was sent."""
+        """Wait until the router has freed everything that belongs to the messages sent."""
         router = self.router
 
         def nothing() -> bool:
@@ -353,7 +355,7 @@ class World(Routed):
         assert not self.replica.faults
 
     async def talk(self, data: list[bytes], methods: list[bytes]) -> list[Got]:
-        """Send this, and read the answers to these requests, until the connection ends."""
+        """Send the data, and read the answers to these requests, until the connection ends."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
 
         async def send() -> None:
@@ -375,7 +377,7 @@ class World(Routed):
                     return found
                 found.append(got)
                 rest = parser.trailing_data[0]
-            with contextlib.suppress(ConnectionError):  # where it is still sending
+            with contextlib.suppress(ConnectionError):  # if it is still sending
                 assert not rest + await reader.read(), found
             return found
         finally:
@@ -384,7 +386,7 @@ class World(Routed):
             writer.close()
 
     async def serves(self) -> None:
-        """The next client is served."""
+        """Check that the next client is served."""
         self.patience(20.0)
         data = b"POST /v1/completions HTTP/1.1\r\nx-number: plain\r\nconnection: close\r\n"
         (got,) = await self.talk([data + b"content-length: 2\r\n\r\nHi"], [b"POST"])
@@ -427,7 +429,7 @@ def world(request):
 
 
 def expected(talks: list[tuple[Message, Message, list[int]]]) -> list[tuple[Message, Message]]:
-    """Those that are answered: until one ends the connection."""
+    """The pairs that are answered: all until one ends the connection."""
     found = []
     for request, answer, _ in talks:
         found.append((request, answer))
@@ -484,7 +486,7 @@ def test_each_client_gets_its_answers_and_replicas_what_was_sent(world, clients)
 
 
 async def end(world: World, data: list[bytes]) -> None:
-    """Send this, and see the connection end, whatever comes back."""
+    """Send the data, and wait for the end of the connection, whatever comes back."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     try:
         for part in data:
@@ -607,7 +609,7 @@ SHAPES = [
 
 
 def test_requests_that_proxies_and_servers_may_read_otherwise(world):
-    """What reaches a replica is one request, or nothing. (`world` looks at how it is written.)"""
+    """A replica gets one request, or none. (`world` checks how it is written.)"""
 
     async def one(number: bytes, data: bytes) -> None:
         await end(world, [data.replace(b"first", number) + HIDDEN])
@@ -737,7 +739,7 @@ def test_clients_are_asked_for_their_bodies_in_turn(world):
 
 @pytest.mark.parametrize("data", [b"GET /replicas HTTP/1.1\r\n\r\n" * 20_000, HIDDEN * 20_000])
 def test_a_client_that_asks_and_does_not_read(world, data):
-    """Neither its requests nor the answers to them are piled up."""
+    """Neither its requests nor their answers are piled up."""
 
     async def work() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", world.port, limit=1)

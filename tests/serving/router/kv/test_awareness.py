@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What strategy kvaware says and does where something is missing for it. With real engines it is in
-tests/e2e/test_router.py.
+"""The behaviour of the strategy kvaware if it lacks something. tests/e2e/test_router.py runs it
+with real engines.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.support.models import tiny
 
 pytestmark = pytest.mark.anyio
 
-LATE_S = 180.0  # for the tokenizer to be loaded, on machines that have other work
+LATE_S = 180.0  # for the load of the tokenizer on busy machines
 MISSING = "kvaware knows no more than prefixaware"
 
 
@@ -39,7 +39,7 @@ async def workers(anyio_backend, tmp_path_factory):
 
 @pytest.fixture
 def loaded(workers, monkeypatch):
-    """Routers find their tokenizer's processes running: to start them takes many seconds."""
+    """The tokenizer's processes, shared by all routers: their start takes many seconds."""
 
     async def run(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
@@ -91,7 +91,7 @@ async def test_event_sources_that_make_no_sense_are_told(caplog, loaded):
 
 
 def publishes(publisher: Publisher):
-    """How a replica answers that publishes there."""
+    """The answer of a replica that publishes at this address."""
 
     async def answer(replica: FakeReplica, asked, writer):
         if asked.target == "/kv_event_sources":
@@ -119,7 +119,7 @@ def followed(it) -> bool:
 
 @asynccontextmanager
 async def knowing(model):
-    """A router that knows of the tokens of requests and of the cache of its only replica."""
+    """A router that knows the requests' tokens and the cache of its only replica."""
     async with (
         publishing() as publisher,
         routing(1, wait=False, routing_strategy="kvaware", model_id=str(model)) as it,
@@ -162,7 +162,7 @@ def chat(text, **more):
 
 
 async def until_tokenised(it):
-    """Wait until requests are, which a busy machine's workers have too little time for at first."""
+    """Wait until requests are tokenised: a busy machine's workers are too slow at first."""
     async with asyncio.timeout(LATE_S):
         while True:
             before = await fallbacks(it)
@@ -183,7 +183,7 @@ async def test_a_template_of_a_clients_is_not_rendered(loaded):
         assert [answer.status_code for answer in answers] == [200] * 4
         assert time.monotonic() - began < 60  # the templates would never end
         found = await fallbacks(it)
-        assert found["request"] >= 3  # they are the engine's to refuse
+        assert found["request"] >= 3  # the engine refuses them
 
 
 async def test_requests_go_on_without_tokens_where_tokenising_takes_too_long(tmp_path):

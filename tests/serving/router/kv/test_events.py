@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Followers against a publisher that speaks as vLLM's does, and loses what a network can lose."""
+"""Followers of a publisher that speaks as vLLM's does, over a network that may lose messages."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Publisher:
-    """PUB of (topic, number, batch), and a ROUTER that sends the log from a number on."""
+    """A PUB socket of (topic, number, batch), and a ROUTER that replays the log from a number."""
 
     def __init__(self, url="tcp://127.0.0.1:*", log_url="tcp://127.0.0.1:*", kept=10_000):
         context = zmq.asyncio.Context.instance()
@@ -104,7 +104,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(events, "ANSWER_S", 0.5)
 
 
-async def test_the_log_first_and_then_what_comes():
+async def test_a_follower_reads_the_log_and_then_new_batches():
     async with publishing() as it:
         await it.publish(block(0), block(1))
         async with following(it) as index:
@@ -185,7 +185,9 @@ async def test_what_has_no_beginning_in_the_log_is_not_counted():
 @pytest.mark.parametrize("before", [0, 1, 3])
 @pytest.mark.parametrize("silent", [True, False])
 async def test_a_publisher_that_starts_anew_is_learned_anew(before, silent):
-    """before: batches that the new one publishes unheard. silent: nothing comes of it after."""
+    """before: batches that the new publisher sends before anyone listens. silent: it sends no more
+    afterwards.
+    """
     async with publishing() as it, following(it) as index:
         await it.publish(block(0))
         await it.publish(block(1))
@@ -371,7 +373,7 @@ HOSTILE = {
 @pytest.mark.parametrize("frames", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("place", ["log", "events"])
 async def test_a_flood_of_hostile_messages_leaves_the_loop_to_others(frames, place):
-    """And nothing of it in the index."""
+    """None of the messages reaches the index."""
     context = zmq.asyncio.Context.instance()
     pub, log = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     pub.linger = log.linger = 0
@@ -406,7 +408,7 @@ async def test_a_flood_of_hostile_messages_leaves_the_loop_to_others(frames, pla
             task.cancel()
         _, ended = await asyncio.gather(hostile, follower, return_exceptions=True)
     assert sent
-    assert longest < 5  # without a pause there is no turn at all
+    assert longest < 5  # without pauses, no other task would run
     if isinstance(ended, ExceptionGroup):
         assert ended.split(SourcesRefused)[1] is None
     else:

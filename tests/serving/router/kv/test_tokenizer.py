@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests become the tokens that the engine would get; tests/e2e/test_kv_events.py asks it."""
+"""Requests become the tokens that the engine would get; tests/e2e/test_kv_events.py
+compares both.
+"""
 
 import asyncio
 import copy
@@ -27,11 +29,11 @@ COMPLETIONS = "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ASKED = [{"role": "user", "content": "import this"}]
 RENDERED = "<|user|>import this</s><|assistant|>"
-LATE_S = 180  # for the processes to start, on machines that have other work
+LATE_S = 180  # for the start of the processes on busy machines
 
 
 class Tokenizer:
-    """Workers, asked as the router asks them."""
+    """Workers, called as the router calls them."""
 
     def __init__(self, workers: TokenWorkers) -> None:
         self.workers = workers
@@ -62,7 +64,9 @@ async def working(folder):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Only one test is about the time that a request waits; machines may have other work."""
+    """Only one test is about a request's waiting time; the others have patience with busy
+    machines.
+    """
     monkeypatch.setattr(tokenizer_workers, "WAIT_S", LATE_S)
 
 
@@ -174,7 +178,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         (COMPLETIONS, {"prompt": "a" * tokenizer_workers.LARGEST}),
     ],
 )
-async def test_what_cannot_be_told_has_none(tokenizer, path, body):
+async def test_requests_that_cannot_be_tokenised_have_no_tokens(tokenizer, path, body):
     assert await tokenizer.tokens(path, encoded(body)) is None
 
 
@@ -268,7 +272,7 @@ def test_conversations_of_agents(own, path, body, names, text):
 
 
 def test_a_template_that_takes_system_prompts_first(own):
-    """And one that knows developers gets them as they are."""
+    """A template that knows the role developer gets such messages unchanged."""
     turns = [{"role": role, "content": role} for role in ("system", "user", "system")]
     first = copy.deepcopy(own)
     first.chat_template = (
@@ -305,7 +309,8 @@ async def test_clients_bring_no_template_and_no_arguments_of_its_renderers(token
     assert await tokenizer.tokens(CHAT, encoded(body)) is None
 
 
-# What hangs, grows and crashes. The model's own template does, as others might by mistake.
+# Templates that hang, grow and crash. Here it is the model's own template, which others might be by
+# mistake.
 HOSTILE = (
     "{% set said = messages[0].content %}"
     "{% if said == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}"
@@ -346,7 +351,7 @@ async def test_a_worker_that_hangs_holds_nobody_up_and_is_replaced(monkeypatch, 
     assert await hostile.tokens(CHAT, saying("a b")) == own.encode("a b")
 
 
-async def test_a_worker_has_only_so_much_memory(own, hostile):
+async def test_a_workers_memory_has_a_limit(own, hostile):
     before = hostile.processes()
     assert await hostile.tokens(CHAT, saying("4000000000")) is None
     assert hostile.processes() == before
@@ -369,7 +374,7 @@ async def test_a_text_of_the_largest_size_fits_into_the_memory(tokenizer):
 async def test_processes_that_end_are_started_again(monkeypatch, own, hostile):
     monkeypatch.setattr(tokenizer_workers, "FIRST_S", 0.1)
     before = hostile.processes()
-    os.kill(before[1], signal.SIGKILL)  # as the kernel does where memory runs out
+    os.kill(before[1], signal.SIGKILL)  # as the kernel does if memory runs out
     await until_async(lambda: not hostile.workers.ready.is_set(), LATE_S)
     await until_async(hostile.workers.ready.is_set, LATE_S)
     assert not set(before) & set(hostile.processes())

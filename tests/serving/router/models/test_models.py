@@ -104,7 +104,7 @@ async def test_a_request_waits_until_its_model_runs_and_the_supervisor_knows(own
     waits = ask(own, "a")
     await until_async(lambda: own.boss.work("a") and own.boss.work("a").waiting == 1)
     assert own.boss.work("b").waiting == 0
-    await ready(own, "b")  # another model's server is none for it
+    await ready(own, "b")  # another model's server does not count
     await asyncio.sleep(0.1)
     assert not waits.done()
     await ready(own, "a")
@@ -143,7 +143,7 @@ async def test_which_model_a_request_is_for(own):
     await ready(own, "a")
     await ready(own, "b")
     for path in ("/models/b/invoke", "/predictions/b"):
-        answer = await ask(own, "a", path)  # the path says more than the body
+        answer = await ask(own, "a", path)  # the path decides, not the body
         assert answer.json()["replica"] == own.fleet[1].url
     for n in range(3):
         assert (await ask(own, "ab"[n % 2])).json()["replica"] == own.fleet[n % 2].url
@@ -175,7 +175,7 @@ async def test_a_change_of_adapters_goes_to_the_model_in_its_path(own):
     assert (await own.post({"name": "x", "src": "/x"}, "/adapters")).status_code == 400
 
 
-async def test_in_vain_nobody_waits(own):
+async def test_requests_for_a_model_that_cannot_start_do_not_wait(own):
     waits = ask(own, "a")
     await until_async(lambda: own.boss.work("a") and own.boss.work("a").waiting == 1)
     own.boss.enter("a", "cold", "the weights are torn")
@@ -193,7 +193,7 @@ async def test_in_vain_nobody_waits(own):
 
 @pytest.fixture
 def keyed(tmp_path):
-    """Keys: one that may use the model b alone, and an admin's."""
+    """Keys: one for the model b only, and an admin's."""
     key = keys.made()
     file = tmp_path / "keys.yaml"
     row = keys.row("one", key, None)
@@ -246,7 +246,7 @@ async def test_when_the_supervisor_is_gone_calls_are_answered(tmp_path):
         it.boss._writer.close()
         assert (await unloads).status_code == 503
         loads = asyncio.create_task(it.client.delete("/models/b", timeout=60))
-        await until_async(lambda: len(it.boss.calls) == 2)  # the connection is made anew
+        await until_async(lambda: len(it.boss.calls) == 2)  # the router connects again
         it.boss.tell(Answer(it.boss.calls[1].number, 200, ""))
         assert (await loads).status_code == 200
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large fleets: the few replicas that are measured, and that no choice is much worse for it."""
+"""Large fleets: few replicas are measured, and the choice is hardly worse for it."""
 
 import random
 from typing import NamedTuple
@@ -141,13 +141,13 @@ def test_the_board_has_the_least_loaded_first():
         load.queued = n * NEAR
     board, all_of_them = Board(loads), Candidates(loads)
     assert board.least(3, all_of_them, 0) == loads[:3]
-    loads[0].queued = 50 * NEAR  # it is seen when it comes first
+    loads[0].queued = 50 * NEAR  # noticed when it comes first
     assert board.least(2, all_of_them, 0) == loads[1:3]
     work = loads[9].begin(0, NOTHING, True, 0)
     loads[9].queued = 0
-    loads[9].end(work)  # it says so itself
+    loads[9].end(work)  # it reports the change itself
     assert board.least(1, all_of_them, 0) == [loads[9]]
-    # Of those with about the same load each has its turn.
+    # Replicas with about the same load take turns.
     for load in loads:
         load.queued = 0
         board.lighten(load)
@@ -166,7 +166,7 @@ def test_the_board_knows_when_a_guess_comes_true():
     assert at is not None
     loads[0].context = 0
     assert board.least(1, all_of_them, at + 1) == [loads[0]]
-    # A new board, as the fleet's change makes one, knows of the guesses that there are.
+    # A new board, made after a change of the fleet, knows the pending guesses.
     loads[0].begin(100_000, NOTHING, False, at + 1)
     again = Board(loads)
     later = loads[0].settles_at

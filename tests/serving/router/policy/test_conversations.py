@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of conversations and sub-agents, and the replicas that they go to."""
+"""Turns of conversations and of sub-agents, and the replicas that they go to."""
 
 import json
 
@@ -30,7 +30,7 @@ class Fleet:
                 self.policy.index.resize(load.name, Capacity())
 
     def ask(self, text, among=None, **headers):
-        """The choice for a prompt, which goes there."""
+        """The choice for a prompt. The prompt then counts as sent there."""
         self.now += 1
         names = {name.replace("_", "-").encode(): it.encode() for name, it in headers.items()}
         body = json.dumps({"prompt": text}).encode()
@@ -105,7 +105,7 @@ def test_other_strategies_choose_as_ever(policy):
     assert len(chosen) == (4 if isinstance(policy, RoundRobin) else 1)
 
 
-def test_what_a_turn_has_in_common_with_the_last_one():
+def test_the_prefix_that_a_turn_shares_with_the_last_one():
     fleet = Fleet()
 
     def repeated(text, session="s"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index against events as vLLM 0.32 sends them, and against a simple model of an engine."""
+"""The index, compared with events as vLLM 0.32 sends them, and with a simple model of an engine."""
 
 import itertools
 from collections import Counter
@@ -109,7 +109,7 @@ def test_what_is_held(events, count):
     assert matched(index(*events)) == count
 
 
-# Memory, as LMCache 0.5.6 reports it: by chunks of its own size, without salts and adapters
+# Memory, as LMCache 0.5.6 reports it: by chunks of another size, without salts and adapters
 
 
 CHUNK = 6
@@ -161,14 +161,14 @@ def test_blocks_and_chunks_are_looked_up_by_their_sizes():
     assert found.sizes == {SIZE, CHUNK}
     assert (found.in_engine("a", BOTH, 0), found.in_memory("a", BOTH)) == (12, 18)
     assert found.held("a") == (12, 18)
-    # Another replica's are of other sizes.
+    # Another replica has other sizes.
     found.apply("b", 0, BlockStored([1], None, LONG[:9], 9))
     found.apply("b", 0, BlockStored([1], None, LONG[:16], 16, "CPU"))
     assert found.sizes == {SIZE, CHUNK, 9, 16}
     assert found.in_engine("b", BOTH | {9: chain(LONG, 9, ROOT)}, 0) == 9
     assert found.in_memory("b", BOTH) == 0
     assert found.in_memory("b", {16: chain(LONG, 16, ROOT)}) == 16
-    # A server that has started anew, or whose events went too far, has nothing.
+    # After a restart of a server, or a gap in its events, the index has nothing of it.
     found.forget_rank("a", 0)
     assert (found.in_engine("a", BOTH, 0), found.in_memory("a", BOTH)) == (0, None)
 
@@ -242,7 +242,7 @@ def test_who_has_most_of_a_prompt_is_found_without_looking_at_all():
     assert len(found._engines.holders) == 3  # a block is there once
     found.forget("r7")
     assert next(found.holders({SIZE: KEYS})) == {"r9"}
-    # A new engine gets the place of one that is gone, and none of its blocks.
+    # A new engine takes the slot of one that is gone, without its blocks.
     found.apply("new", 0, stored([1, 2, 3, 4], [5]))
     assert found.in_engine("new", {SIZE: KEYS}, 0) == 0
     for n in range(40):
@@ -290,8 +290,8 @@ def test_memory_has_an_end_even_where_blocks_are_told_of_again_and_again(monkeyp
     )
 )
 def test_as_an_engine_does_it(steps):
-    """A list is a request of as many one-token blocks; a number evicts the block that many places
-    from the oldest, if nothing follows it; None clears.
+    """A list is a request of this number of one-token blocks. A number evicts a block, counted from
+    the oldest, if none follows it. None clears the cache.
     """
     found = KvIndex()
     blocks: Counter[tuple[int, ...]] = Counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets a request, by strategy. tests/tools/test_simulate_routing.py has them over time."""
+"""The choices of each strategy. tests/tools/test_simulate_routing.py simulates them over time."""
 
 import random
 from collections import Counter
@@ -40,7 +40,7 @@ from serving.router.policy.tiers import Capacity, Held, Prices, Reach, described
 
 
 def fleet(**loads: tuple[int, ...]) -> list[Load]:
-    """Replicas by name: requests under way, prompt tokens queued, prompt tokens under way."""
+    """Replicas by name: requests in flight, prompt tokens queued, prompt tokens in flight."""
     return [Load(name, it[0], it[1], sum(it[2:])) for name, it in loads.items()]
 
 
@@ -74,16 +74,16 @@ def test_idle_replicas_share_what_is_new():
 @pytest.mark.parametrize(
     ("loads", "best"),
     [
-        # What is cached is worth twice its tokens ...
+        # Cached tokens are worth twice their number ...
         ({"has": (0, 0, 0), "not": (0, 0, 0)}, "has"),
         ({"has": (0, 1_700, 0), "not": (0, 0, 0)}, "has"),
         ({"has": (58, 0, 0), "not": (0, 0, 0)}, "has"),
-        # ... and no more: a queue can be longer than that.
+        # ... but not more: a queue can be longer.
         ({"has": (0, 2_100, 0), "not": (0, 0, 0)}, "not"),
         ({"has": (70, 0, 0), "not": (0, 0, 0)}, "not"),
         ({"has": (70, 0, 0), "not": (0, 900, 0)}, "has"),
         ({"has": (0, 0, 80_000), "not": (0, 0, 0)}, "not"),
-        # What is nearly equal is equal, and then it is the other's turn.
+        # Nearly equal costs count as equal, and then the other one has its turn.
         ({"has": (0, 1_800, 0), "not": (0, 0, 0)}, "not"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_prompt_that_all_share_pins_nobody():
         asked = RoutingRequest(tokens=400, chain=chain(b"system" * 100 + b"%09d" % n * 120, ""))
         choice = policy.choose(asked, replicas, n)
         policy.learn(asked, choice.replica.name, n)
-        choice.replica.in_flight += 1  # and none of them ends
+        choice.replica.in_flight += 1  # none of them ends
         chosen[choice.replica.name] += 1
     assert max(chosen.values()) < 110
 
@@ -156,7 +156,7 @@ def test_routers_that_do_not_talk_load_an_adapter_on_the_same_replica():
         (name,) = {it.choose(asked, idle(3), 1).replica.name for it in (one, other)}
         chosen[name] += 1
         home = {"r0": (0, 0), "r1": (0, 0), "r2": (0, 0), name: (AWAY // PER_REQUEST + 11, 0)}
-        assert one.choose(asked, fleet(**home), 1).replica.name != name  # which has more to do
+        assert one.choose(asked, fleet(**home), 1).replica.name != name  # this one has more work
     assert 70 < min(chosen.values()) <= max(chosen.values()) < 130
 
 
@@ -171,7 +171,7 @@ def test_a_prompt_is_queued_until_its_answer_begins_or_should_have():
     load.settle(1.1)
     assert load.queued == 22_000
     load.computed(streamed)
-    load.end(after)  # sooner than was thought
+    load.end(after)  # sooner than expected
     load.settle(2.1)
     assert (load.in_flight, load.queued, load.context) == (2, 0, 23_000)
     load.end(streamed)
@@ -230,12 +230,12 @@ def test_kv_aware_believes_events_and_otherwise_what_was_sent():
     policy = KvAware(PrefixIndex(), index)
     asked = replace(prompt(1_024), blocks={16: list(range(64))})
     policy.learn(asked, "r0", 0)
-    # Nothing is known of r0's cache: it was sent the prompt.
+    # Nothing is known of r0's cache, except that it was sent the prompt.
     assert policy.choose(asked, idle(2), 10).held.tokens == 1_024
     index.followed |= {"r0", "r1"}
-    # It is known, and long after the request its blocks are not there.
+    # Its cache is known, and long after the request it does not have the blocks.
     assert policy.choose(asked, idle(2), 10).held.tokens == 0
-    # For a moment after a request they are expected.
+    # For a moment after a request the blocks are expected.
     policy.learn(asked, "r1", 10)
     choice = policy.choose(asked, idle(2), 11)
     assert (choice.replica.name, choice.held.tokens) == ("r1", 1_024)
@@ -343,7 +343,7 @@ def test_a_link_is_there_once_however_many_replicas_have_it():
     st.integers(1, 12),
 )
 def test_no_replica_has_what_it_was_not_sent_nor_more_than_fits(steps, size):
-    """Each step: a replica, the chunks of a prompt, and whether the replica has restarted."""
+    """Each step is a replica, the chunks of a prompt, and whether the replica has restarted."""
     index = PrefixIndex()
     sent: dict[str, list[list[int]]] = {}
     for now, (name, chunks, anew) in enumerate(steps):
@@ -359,7 +359,7 @@ def test_no_replica_has_what_it_was_not_sent_nor_more_than_fits(steps, size):
         for replica, chains in sent.items():
             assert index.held(replica).engine <= size * CHUNK // 4
             for known in (it for its in sent.values() for it in its):
-                longest = max(len({*known} & {*it}) for it in chains)  # a link is of all before it
+                longest = max(len({*known} & {*it}) for it in chains)  # a link covers all before it
                 assert reached(index, replica, known, now) <= longest
     for name in [*sent]:
         index.forget(name)
@@ -372,7 +372,9 @@ def resized(index, **capacity):
 
 
 def documents(index, count, links=10):
-    """The replica was sent documents, each of so many links of 128 tokens, one after another."""
+    """Send documents to the replica, one after another, each of this number of links of 128
+    tokens.
+    """
     found = [chain(b"%04d" % n * (CHUNK // 4) * links, "") for n in range(count)]
     for now, document in enumerate(found):
         index.insert("r", document, now)
@@ -387,7 +389,7 @@ def test_what_an_engine_has_dropped_is_in_its_tiers():
     in_engine, gone = (1_280, 1_280, 1_280, 0), (0, 0, 0, 0)
     assert found == [gone] * 2 + [on_disk] * 3 + [in_memory] * 2 + [in_engine]
     assert index.held("r") == (1_280, 3_840, 7_680, 0)
-    # What is asked for again is in the engine, and in front.
+    # A repeated document is in the engine, and the newest.
     first = chain(b"0002" * (CHUNK // 4) * 10, "")
     index.insert("r", first, 10)
     assert index.reach("r", first, 11) == in_engine
@@ -416,7 +418,7 @@ def test_a_shared_store_counts_wherever_it_is():
     assert index.reach("same", document, 2) == (0, 0, 0, 1_280)
     for name in ("other", "none", "unknown"):
         assert not any(index.reach(name, document, 2))
-    # It outlives one that used it.
+    # It outlives one of its users.
     index.forget("r")
     assert index.reach("same", document, 2).shared == 1_280
     index.forget("same")
@@ -425,7 +427,9 @@ def test_a_shared_store_counts_wherever_it_is():
 
 
 def test_copies_have_their_memory_and_disk_together():
-    """The engine of each holds one document, the memory of both three, and the disk six."""
+    """The engine of each copy holds one document. The memory of both holds three, and the
+    disk six.
+    """
     index = PrefixIndex()
     together = Capacity(engine=1_280, memory=3_840, disk=7_680, pool="copies")
     for name in ("r", "other"):
@@ -441,7 +445,7 @@ def test_copies_have_their_memory_and_disk_together():
     ]
     assert not any(index.reach("alone", found[7], 9))
     assert index.held("r") == (1_280, 3_840, 7_680, 0)
-    # They outlive one that used them.
+    # They outlive one of their users.
     index.forget("r")
     index.resize("r", together)
     assert index.reach("r", found[7], 9) == in_memory
@@ -462,7 +466,7 @@ def test_tokens_are_paid_for_where_they_come_from():
     assert held == (1_000, 2_000, 0, 1_000)
     prices = Prices(memory=0.5, disk=0.1, shared=0.25)
     assert prices.work(10_000, held) == 6_000 + 1_000 + 250
-    # A store slower than computing is as dear as that: what it has is computed.
+    # If a store is slower than the engine, its tokens are computed, and cost the same as computing.
     assert prices._replace(shared=40.0).work(10_000, held) == 6_000 + 1_000 + 1_000
     assert Held.of(reach, 1_500) == (1_000, 500, 0, 0)
     assert described(held) == "engine 1,000 memory 2,000 shared 1,000"
@@ -476,20 +480,20 @@ def test_a_document_goes_where_it_is_cheapest():
     index.resize("s", Capacity(engine=1_280, store="one"))
     first, *_ = documents(index, 5)
     asked = RoutingRequest(tokens=1_280, chain=first)
-    # In memory at r, in the shared store for both.
+    # It is in r's memory, and in the store that both share.
     r, s = Load("r"), Load("s")
     choice = policy.choose(asked, [s, r], 9)
     assert (choice.replica, choice.held) == (r, (0, 1_280, 0, 0))
-    # A queue can be longer than what that saves ...
+    # A queue can be longer than the time saved in memory ...
     r.queued = 1_300
     choice = policy.choose(asked, [s, r], 9)
     assert (choice.replica, choice.held) == (s, (0, 0, 0, 1_280))
-    # ... and less can, where the store is fast.
+    # ... and a shorter one decides if the store is fast.
     r.queued = 400
     assert policy.choose(asked, [s, r], 9).replica is r
     s.prices = Prices(shared=0.05)
     assert policy.choose(asked, [s, r], 9).replica is s
-    # A store slower than computing is no reason to go anywhere.
+    # A store slower than computing does not attract requests.
     s.prices = r.prices = Prices(shared=30.0)
     third = Load("third")
     r.queued = s.queued = 400
@@ -512,14 +516,14 @@ def test_kv_aware_counts_what_memory_reports_for_requests_that_all_share():
         index.apply("r0", 0, BlockStored([n], n - 1 if n else None, chunk, 256, "CPU"))
     choice = policy.choose(plain, idle(2), 0)
     assert (choice.replica.name, choice.held) == ("r0", (16, 752, 0, 0))
-    # LMCache's events say nothing of tenants and adapters.
+    # LMCache's events do not contain tenants and adapters.
     salted = replace(plain, plain=False)
     assert policy.choose(salted, [Load("r0")], 0).held == (16, 0, 0, 0)
 
 
 def test_each_document_is_computed_on_one_replica():
-    """40 documents of 8,000 tokens, 4 replicas, six rounds: with engines alone 2.5 replicas compute
-    each; with an L1 that holds them all, one does.
+    """40 documents of 8,000 tokens, 4 replicas, six rounds. With engines alone, 2.5 replicas
+    compute each document; with an L1 that holds them all, one does.
     """
     assert _homes(Capacity(engine=60_000)) > 2
     assert _homes(Capacity(engine=60_000, memory=400_000)) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router reads of a request."""
+"""The fields that the router reads of a request."""
 
 import json
 
@@ -70,7 +70,7 @@ CALL = {"id": "1", "call_id": "1", "name": "look", "input": {}, "arguments": "{}
     ],
 )
 def test_an_agent_goes_on_with_the_same_chain(first, second):
-    """Claude Code's system prompt begins with other characters in each request."""
+    """Claude Code's system prompt begins with different characters in each request."""
     before, after = asked(first).chain, asked(second).chain
     assert len(before) >= len(LONG) // CHUNK
     assert list(after[: len(before) - 1]) == list(before[:-1])
@@ -92,7 +92,7 @@ def test_what_is_only_counted_is_in_no_cache(path):
         {"tools": [{"type": "function"}]},
     ],
 )
-def test_what_parts_kv_caches_parts_chains(other):
+def test_requests_with_separate_kv_caches_have_separate_chains(other):
     body = {"prompt": LONG, "model": "base"}
     assert not set(asked(body).chain) & set(asked({**body, **other}).chain)
 
@@ -165,7 +165,7 @@ def test_a_name_that_is_too_long_for_an_adapter_is_none():
     ],
 )
 def test_sessions(key, body, headers, session):
-    """By its digest: names of clients may be secrets."""
+    """They appear by a digest: names of clients may be secrets."""
     found = asked(body, headers, RequestReader("session", key, ()).read).session
     assert found == (digest(None, session) if session else "")
 
@@ -211,7 +211,7 @@ def test_bodies_that_cannot_be_read_go_their_way(body):
 
 @pytest.mark.parametrize("strategy", ["prefixaware", "session"])
 def test_a_form_goes_its_way_unread(strategy):
-    """To hash 64 MiB of sound would hold everybody up, and no cache has its beginning."""
+    """To hash 64 MiB of sound would block the event loop, and no cache has a prefix of it."""
     body = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n' + LONG.encode() * 100
     kind = {b"content-type": b"Multipart/Form-Data; boundary=x", ADAPTER_ID: b"poet"}
     found = RequestReader(strategy, None, ()).read(kind, body)

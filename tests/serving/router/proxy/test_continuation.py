@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams whose replica fails: what clients get is what they would have got without that."""
+"""Streams whose replica fails: clients get the same events as without the failure."""
 
 import asyncio
 import gzip
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 PROMPT = [7, 8, 9]
 PIECES = ["A", " long", " ans", "wer", "", "é", " with", " more", " and", " more", "."]
-"""The text of each token; that of the fifth is there with the next one."""
+"""The text of each token. The fifth one's text comes with the next token."""
 GREEDY = {"stream": True, "temperature": 0, "max_tokens": len(PIECES)}
 BODIES = {
     CHAT: {"messages": [{"role": "user", "content": "Hi"}], **GREEDY},
@@ -34,12 +34,12 @@ def anyio_backend():
 
 
 class Engine:
-    """What replicas answer: always the same text, in events as vLLM 0.32 has them."""
+    """The replicas' answer: always the same text, in events as vLLM 0.32 sends them."""
 
     def __init__(self) -> None:
-        self.fails_after: list[int] = []  # events, for each request in turn
-        self.failure: bytes = b""  # what is sent then; nothing breaks the connection off
-        self.pieces = [PIECES]  # for each request in turn; the last one for all further ones
+        self.fails_after: list[int] = []  # events before the failure, for each request in turn
+        self.failure: bytes = b""  # sent at the failure; b"" aborts the connection
+        self.pieces = [PIECES]  # for each request in turn; the last one also for all later requests
         self.size = 1  # tokens of an event
         self.field = "content"
         self.has_ids = True
@@ -125,7 +125,7 @@ def events(answer: httpx.Response) -> list[Any]:
 
 
 def spoken(answer: httpx.Response) -> list[Any]:
-    """The events that are not blank. A token without a text may be generated twice."""
+    """The events that are not blank. A token without text may be generated twice."""
     return [it for it in events(answer) if '": ""' not in json.dumps(it) or "role" in str(it)]
 
 
@@ -137,7 +137,9 @@ def text(found: list[Any]) -> str:
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize("failures", [[3], [6], [6, 2, 2], [10]])
 async def test_a_stream_is_the_same_as_without_the_failure(path, failures):
-    """Not event by event only: the ids, times and token counts are those of one answer."""
+    """Equal event by event, and as a whole: the ids, times and token counts are those of one
+    answer.
+    """
     body = BODIES[path] | {"stream_options": {"include_usage": True}}
     undisturbed, engine = Engine(), Engine()
     expected = await streamed(undisturbed, path, body, router_continue_streams=False)
@@ -155,7 +157,7 @@ async def test_a_stream_is_the_same_as_without_the_failure(path, failures):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize("missing", [1, 2])
-async def test_of_a_stream_that_lacks_only_its_end_nothing_is_said_twice(path, missing):
+async def test_no_event_of_a_stream_that_lacks_only_its_end_is_repeated(path, missing):
     body = BODIES[path] | {"stream_options": {"include_usage": True}}
     expected = await streamed(Engine(), path, body)
     engine = Engine()
@@ -230,7 +232,7 @@ async def test_a_replica_that_says_that_it_failed_is_left():
     assert text(events(found)) == "".join(PIECES)
 
 
-async def test_where_nobody_is_left_the_client_hears_what_the_last_one_said():
+async def test_without_another_replica_the_client_gets_the_last_ones_error():
     engine = Engine()
     engine.fails_after, engine.failure = [4, 1], FAILED
     found = events(await streamed(engine, COMPLETION, BODIES[COMPLETION], count=2))
@@ -315,7 +317,7 @@ async def test_a_stopped_stream_of_a_replica_that_is_down_is_continued(monkeypat
 
 
 async def test_a_stream_that_lacks_only_its_end_ends_once(monkeypatch):
-    """What its replica may yet send is no part of the next answer."""
+    """Bytes that its replica still sends do not become part of the next answer."""
     monkeypatch.setattr(proxied, "STOPPED_S", 0.0)
 
     async def hang(replica: FakeReplica, asked: Any, writer: asyncio.StreamWriter) -> None:
@@ -395,7 +397,7 @@ async def test_what_is_no_token_is_not_kept():
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 async def test_no_key_is_sent_twice(path):
-    """Some readers take the first of two, and some refuse them."""
+    """Some readers take the first of two equal keys, and others refuse both."""
     async with routing(1, router_continue_streams=True) as it:
         it.fleet[0].answer = engine = Engine()
         body = {**BODIES[path], "return_token_ids": None}
