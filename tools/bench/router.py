@@ -15,9 +15,8 @@ rounds and, in brackets, quartiles. CPU is that of all the router's processes, i
 
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
 never repeats. The prompts of "chat" are chats about code, with its escapes, and with tools. An
-incomplete
-answer ends the benchmark. No process is pinned to CPUs. If load, replicas and router share two
-cores, requests/s depend on all three, and CPU only on the router.
+incomplete answer ends the benchmark. No process is pinned to CPUs. If load, replicas and router
+share two cores, requests/s depend on all three, and CPU only on the router.
 
 With --before, a checkout of another version is measured in the same rounds.
 """

@@ -61,8 +61,7 @@ class Board:
 
     def freed(self, since: int) -> tuple[int, list[Load] | None]:
         """The number of times that a replica got lighter, and the replicas that did after the time
-        `since`. None for all:
-        they were too many to be kept.
+        `since`. None for all: they were too many to be kept.
         """
         start = since - self._first
         return self._first + len(self._freed), self._freed[start:] if start >= 0 else None

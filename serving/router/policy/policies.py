@@ -42,8 +42,7 @@ LEAST, HOLDERS, REACHES, SOME = 4, 4, 8, 8
 """A fleet of more than candidates.EXACT replicas is measured at LEAST replicas with the least load
 and at HOLDERS replicas with the adapter. It is also measured at HOLDERS replicas for each of up to
 REACHES lengths of the prompt's known part, each about half of the one before. Holders are the least
-loaded of
-SOME.
+loaded of SOME.
 """
 BOUND = 1.25
 """A session stays where it belongs while that replica has at most this many times the mean of
