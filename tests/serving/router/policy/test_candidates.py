@@ -114,8 +114,8 @@ HOLDING = st.tuples(st.integers(0, 7), st.lists(st.integers(0, 2), min_size=1, m
     st.integers(1, 12),
 )
 def test_no_choice_among_some_is_much_worse_than_the_best_of_all(holding, queued, parts, size):
-    """By no more than half of what the best has of the prompt, besides what is taken for equal:
-    for every choice, where as many replicas as are looked at have something of it.
+    """The difference is at most half of the prompt's tokens that the best replica has, plus the
+    tolerance for equal costs. As many replicas as the policy looks at have a part of the prompt.
     """
 
     def prompt(parts):
@@ -199,7 +199,7 @@ class Looked(Load):
 
 
 class Step(NamedTuple):
-    """What happens to one replica: its number, and the name of a method of Fleet."""
+    """A change of one replica: its number, and the name of a method of Fleet."""
 
     number: int
     what: str
