@@ -78,7 +78,7 @@ def sites(tree: ast.Module, file: str) -> Iterator[str]:
 
 @functools.cache
 def all_sites() -> frozenset[str]:
-    """The places in our source; to find them takes seconds."""
+    """The calls in our source: seconds of work."""
     return frozenset(
         site
         for folder in OURS

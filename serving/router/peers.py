@@ -108,8 +108,8 @@ class Peers:
     ) -> None:
         """replicas: by name, those whose loads are sent and set. learn: called with another
         process's choice for a request. bind: is called with a session and the replica that has
-        begun it, or "" where it has ended. see: is called with another process's report about a
-        replica. held: the requests that this process holds, which others' loads may let go.
+        begun it, or "" if the session has ended. see: is called with another process's report about
+        a replica. held: the requests that this process holds, which others' loads may let go.
         """
         self._replicas = replicas
         self._learn = learn

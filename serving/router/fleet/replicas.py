@@ -314,7 +314,7 @@ class ReplicaPool:
         return [self._listed(it) for it in dict.fromkeys(lists)]
 
     def _allowed(self, ready: Sequence[Replica], now: float) -> list[Replica]:
-        """Those that are not ejected."""
+        """The replicas that are not ejected."""
         self._until = min([self._until, *(it.breaker.allows_at(now) for it in ready)])
         return [it for it in ready if it.breaker.allows(now)]
 
@@ -432,7 +432,7 @@ class ReplicaPool:
         self._check_probed()
 
     def enter(self, replica: Replica, state: State, detail: str, *, anew: bool) -> None:
-        """A replica was probed. anew: whether it has restarted since it was last ready."""
+        """A replica was probed. anew: whether the replica has restarted since it was last ready."""
         known = self.named.get(replica.name) is replica
         if not known or not replica.enter(state, detail, time.monotonic()):
             return

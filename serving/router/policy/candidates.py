@@ -60,8 +60,8 @@ class Board:
         self._freed.append(load)
 
     def freed(self, since: int) -> tuple[int, list[Load] | None]:
-        """How often a replica got lighter, and the ones that did after so many times. None for all:
-        they were too many to be kept.
+        """The number of times that a replica got lighter, and the replicas that did after the time
+        `since`. None for all: they were too many to be kept.
         """
         start = since - self._first
         return self._first + len(self._freed), self._freed[start:] if start >= 0 else None
@@ -218,9 +218,9 @@ class Candidates(Sequence[L], Generic[L]):
             yield from sorted(some, key=lambda it: it.waiting)[:count]
 
     def has_room(self, requests: int) -> bool:
-        """Whether they can take so many more requests at once.
+        """Whether they can take this number of requests more.
 
-        Of a large fleet only those are looked at that had room, or have become lighter since.
+        In a large fleet, only replicas are looked at that had room, or have become lighter since.
         """
         if self._board is None:
             return sum([it.room for it in self]) >= requests

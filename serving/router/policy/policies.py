@@ -39,10 +39,10 @@ adapters wait for their replica while others have nothing to do.
 MOST_ADAPTERS = 1_000
 """Adapters that one replica is taken to have, at most: clients can make names up."""
 LEAST, HOLDERS, REACHES, SOME = 4, 4, 8, 8
-"""A fleet of more than candidates.EXACT replicas is measured at LEAST replicas with the least load,
-at HOLDERS replicas with the adapter, and at as many for each of up to REACHES lengths of known
-parts of the prompt, of which each is about half of the one before. Holders are the least loaded of
-SOME.
+"""A fleet of more than candidates.EXACT replicas is measured at LEAST replicas with the least load
+and at HOLDERS replicas with the adapter. It is also measured at HOLDERS replicas for each of up to
+REACHES lengths of the prompt's known part, each about half of the one before. Holders are the least
+loaded of SOME.
 """
 BOUND = 1.25
 """A session stays where it belongs while that replica has at most this many times the mean of

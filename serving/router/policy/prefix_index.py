@@ -39,8 +39,8 @@ class Width(NamedTuple):
 
 
 WIDTHS = Width(0, 0, CHUNK), Width(8_192, 16, 2_048), Width(65_536, 44, 8_192)
-"""A chain of 256 KB has 67 links instead of 500. The known part of a prompt is short of what was
-sent by less than one link: by a quarter at most, and from 64 KiB on by an eighth.
+"""A chain of 256 KB has 67 links instead of 500. The known part of a prompt is less than one link
+shorter than the sent part: by a quarter at most, and from 64 KiB on by an eighth.
 """
 NEAR, MIDDLE, FAR = WIDTHS
 

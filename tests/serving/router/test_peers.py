@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages that one process of a router sends to the others."""
+"""The messages from one process of a router to the others."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that a pool of many replicas caches until it changes."""
+"""The lists that a pool of many replicas keeps until it changes."""
 
 import pytest
 

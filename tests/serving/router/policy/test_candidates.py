@@ -114,8 +114,9 @@ HOLDING = st.tuples(st.integers(0, 7), st.lists(st.integers(0, 2), min_size=1, m
     st.integers(1, 12),
 )
 def test_no_choice_among_some_is_much_worse_than_the_best_of_all(holding, queued, parts, size):
-    """The difference is at most half of the prompt's tokens that the best replica has, plus the
-    tolerance for equal costs. As many replicas as the policy looks at have a part of the prompt.
+    """The regret is at most half of the best replica's known part of the prompt, besides the
+    difference that counts as equal. This holds for every choice if all replicas with a part of the
+    prompt are looked at.
     """
 
     def prompt(parts):
@@ -199,7 +200,7 @@ class Looked(Load):
 
 
 class Step(NamedTuple):
-    """A change of one replica: its number, and the name of a method of Fleet."""
+    """An event at one replica: its number, and the name of a method of Fleet."""
 
     number: int
     what: str
