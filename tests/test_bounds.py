@@ -78,7 +78,7 @@ def sites(tree: ast.Module, file: str) -> Iterator[str]:
 
 @functools.cache
 def all_sites() -> frozenset[str]:
-    """Those of our source: seconds of work."""
+    """The calls in our source: seconds of work."""
     return frozenset(
         site
         for folder in OURS

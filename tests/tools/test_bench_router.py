@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load generator, with stub replicas in this process."""
 
+import json
+
 import pytest
 import uvloop
 
@@ -10,6 +12,7 @@ from tools.bench.router import Load, Workload
 
 STREAMS = Workload("two streams", 2, 150, rate=200)
 WHOLE = Workload("whole answers", 2, 150)
+CHATS = Workload("chats", 2, 32_000, chat=True)
 
 
 def loaded(workload, connection=stub_replica.Connection, seconds=0.1):
@@ -34,6 +37,24 @@ def test_clients_ask_again_until_the_time_is_over():
     (requests, elapsed), replica = loaded(WHOLE)
     assert requests == replica.requests > 2
     assert elapsed >= 0.1
+
+
+@pytest.mark.parametrize("workload", [WHOLE, CHATS])
+def test_prompts_have_their_size_and_a_number_at_the_end(workload):
+    async def requests():
+        load = Load(workload, 1)
+        return [load.request() for _ in range(2)]
+
+    ends = set()
+    for request in uvloop.run(requests()):
+        head, body = request.split(b"\r\n\r\n")
+        assert head.endswith(b"content-length: %d" % len(body))
+        assert len(body) == pytest.approx(workload.prompt, rel=0.1, abs=110)
+        messages = json.loads(body)["messages"]
+        assert len(messages) == (40 if workload.chat else 1)
+        ends.add(messages[-1]["content"][-8:])
+    assert len(ends) == 2
+    assert all(it.isdigit() for it in ends)
 
 
 class Cut(stub_replica.Connection):

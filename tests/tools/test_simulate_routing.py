@@ -8,12 +8,13 @@ import random
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
 from tools.routing_sim import __main__ as routing_sim
 from tools.routing_sim import apart as apart_module
-from tools.routing_sim import combined, large
+from tools.routing_sim import combined, engine, large, noisy
 from tools.routing_sim.fleet import Fleet
 from tools.routing_sim.model import B32, B70, Apart, Case, Request, Tier
 from tools.routing_sim.report import simulate
@@ -130,6 +131,27 @@ def test_chat():
     assert simulate(case, "kvaware", [0]).hit > 0.8
     users = partial(chat, random.Random(0), 20)
     assert len(list(users())) == 20
+
+
+def test_requests_wait_at_the_router_in_turns_of_tenants(one):
+    """As many run as the replica has slots."""
+    first, *noisy = [Request(0.1 * n, ((5000 + n, 100),), 100, tenant="noisy") for n in range(6)]
+    other = Request(0.6, ((6000, 100),), 100, tenant="other")
+    one(first, *noisy, other, slots=1)
+    begun = sorted((first, *noisy, other), key=lambda it: it.first)
+    assert begun.index(other) == 2
+    assert all(before.end < after.first for before, after in pairwise(begun))
+
+
+def test_a_noisy_tenant_delays_others_less_where_requests_wait_at_the_router(monkeypatch):
+    """Engines that run 8 requests, so that a few seconds are an overload."""
+    monkeypatch.setattr(engine, "SEATS", 8)
+    monkeypatch.setattr(noisy, "SLOTS", (10, 8))
+    monkeypatch.setattr(noisy, "LOADS", (0.6, 2.0))
+    said: list[str] = []
+    assert noisy.run(12, said.append)
+    rows = [it.split() for it in said if "slots" in it or "no wait" in it]
+    assert [row[0] for row in rows] == ["no", "10", "8"] * 2
 
 
 DOCUMENT, OTHER = (5000, 10_240), (6000, 10_240)

@@ -14,14 +14,16 @@ round's figure is compared with vllm-router's of the same round. The output has 
 rounds and, in brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
 
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
-never repeats. An incomplete answer ends the benchmark. No process is pinned to CPUs. If load,
-replicas and router share two cores, requests/s depend on all three, and CPU only on the router.
+never repeats. The prompts of "chat" are chats about code, with its escapes, and with tools. An
+incomplete answer ends the benchmark. No process is pinned to CPUs. If load, replicas and router
+share two cores, requests/s depend on all three, and CPU only on the router.
 
 With --before, a checkout of another version is measured in the same rounds.
 """
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
 import tempfile
@@ -58,12 +60,15 @@ TARGETS = (1.5, 0.8, 0.3)
 
 
 class Workload(NamedTuple):
-    """A closed loop. prompt: bytes of each; rate: tokens/s of each stream, 0 for whole answers."""
+    """A closed loop. prompt: bytes of each; rate: tokens/s of each stream, 0 for whole answers;
+    chat: whether prompts are chats about code, with tools.
+    """
 
     title: str
     connections: int
     prompt: int
     rate: int = 0
+    chat: bool = False
 
     @property
     def unit(self) -> str:
@@ -75,6 +80,7 @@ ALONE = Workload("short prompts, one client", 1, 150)
 STREAMS = Workload("64 streams of 50 tokens/s", 64, 150, rate=50)
 FLOOD = Workload("256 streams of 200 tokens/s: 51,200 offered", 256, 150, rate=200)
 LONG = Workload("prompts of 32 KB, concurrency 8", 8, 32_000)
+CHAT = Workload("chats of 32 KB: 40 messages, code, tools; concurrency 8", 8, 32_000, chat=True)
 LONGER = Workload("prompts of 256 KB, concurrency 8", 8, 256_000)
 WORKLOADS = {
     "small": SMALL,
@@ -82,6 +88,7 @@ WORKLOADS = {
     "streams": STREAMS,
     "flood": FLOOD,
     "32k": LONG,
+    "chat": CHAT,
     "256k": LONGER,
 }
 
@@ -101,6 +108,33 @@ Arm = tuple[Sequence[int], Program | None]
 """Ports to load, and the router if there is one."""
 
 
+NUMBER = "{number}"
+"""Its place in a prompt."""
+
+
+def words(first: str, size: int) -> dict[str, object]:
+    """One message of about this number of bytes."""
+    return {"messages": [{"role": "user", "content": f"{first}{'word ' * (size // 5)}{NUMBER}"}]}
+
+
+def chat(first: str, size: int) -> dict[str, object]:
+    """A chat about code of about this number of bytes, with tools."""
+    line = '\tif name == "main" and path != "C:\\\\tmp":  # “quoted”\n\t\tprint(f"{name}\\n")\n'
+    code = f"```python\n{line * (size // 40 // 110)}```\n"
+    messages = [{"role": "system", "content": "You write code.\nUse the tools."}]
+    for turn in range(19):
+        asked = f'{first}Change part {turn} of "main.py":\n{code}'
+        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "assistant", "content": f"It's done:\n{code}"})
+    messages.append({"role": "user", "content": f"And now? {NUMBER}"})
+    parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
+    tools = [
+        {"type": "function", "function": {"name": f"tool{n}", "parameters": parameters}}
+        for n in range(8)
+    ]
+    return {"messages": messages, "tools": tools}
+
+
 class Load(ClosedLoop):
     """One round on some connections."""
 
@@ -113,17 +147,15 @@ class Load(ClosedLoop):
         # A stream is as long as the round, so there is one for each connection.
         self.seconds = 0 if self.tokens else seconds
         self.whole = self.tokens + 1 if self.tokens else len(stub_replica.ANSWER[PATH])
-        self.parts = [self.of(number, workload.prompt) for number in range(CONVERSATIONS)]
+        self.parts = [self.of(number, workload) for number in range(CONVERSATIONS)]
         self.asked, self.end = 0, 0.0
 
-    def of(self, conversation: int, prompt: int) -> tuple[bytes, bytes]:
+    def of(self, conversation: int, workload: Workload) -> tuple[bytes, bytes]:
         """The parts before and after the number at the end of a prompt."""
-        text = f"{conversation:02} {'word ' * (prompt // 5)}"
-        begin = b'{"model":"stub","messages":[{"role":"user","content":"' + text.encode()
-        end = b'"}],"max_tokens":%d,"stream":%b}' % (
-            self.tokens or 64,
-            b"true" if self.tokens else b"false",
-        )
+        prompt = chat if workload.chat else words
+        body = {"model": "stub"} | prompt(f"{conversation:02} ", workload.prompt)
+        body |= {"max_tokens": self.tokens or 64, "stream": bool(self.tokens)}
+        begin, _, end = json.dumps(body, separators=(",", ":")).encode().partition(NUMBER.encode())
         head = (
             f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
             f"x-amzn-sagemaker-session-id: conversation-{conversation:02}\r\n"

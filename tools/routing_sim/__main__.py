@@ -19,7 +19,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tools.routing_sim import apart, combined, large
+from tools.routing_sim import apart, combined, large, noisy
 from tools.routing_sim.model import REPLICAS
 from tools.routing_sim.report import Found, plot, run, targets
 from tools.routing_sim.rivals import ARMS, BASE, OURS
@@ -47,6 +47,8 @@ def main() -> None:
     price = "of one replica's machine, in $ (default: %(default)s)"
     tiers.add_argument("--price-per-hour", type=float, default=40.0, help=price)
     parser.add_argument("--apart", action="store_true", help="prefill and decode apart, that alone")
+    noisy_help = "one noisy tenant, with requests that wait at the router and without, that alone"
+    parser.add_argument("--noisy", action="store_true", help=noisy_help)
     large_help = (
         "large fleets of these sizes, that alone: what it costs not to measure all replicas"
     )
@@ -63,6 +65,10 @@ def main() -> None:
         sizes = options.large or large.SIZES
         if not large.run(sizes, 20 if options.quick else 60, say=partial(print, flush=True)):
             sys.exit("the regret is too large")
+        return
+    if options.noisy:
+        if not noisy.run(15 if options.quick else 60, say=partial(print, flush=True)):
+            sys.exit("requests that wait at the router gain nothing")
         return
     if options.apart:
         seconds = apart.SECONDS / (2 if options.quick else 1)

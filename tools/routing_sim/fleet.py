@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated fleet: the router, its replicas, and a run of one case through them."""
 
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +11,9 @@ from serving.router.policy.candidates import Candidates
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
 from serving.router.policy.policies import Choice, Policy
 from serving.router.policy.prefix_index import PrefixIndex
-from serving.router.policy.replica_load import Load
+from serving.router.policy.replica_load import PER_REQUEST, Load
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
+from serving.waiting.held import HeldQueue, Waiter
 from tools.routing_sim.engine import Clock, Engine, Run
 from tools.routing_sim.model import BLOCK, Case, Prompt, Request, chain
 from tools.routing_sim.rivals import ARMS, WITH_EVENTS
@@ -51,6 +53,7 @@ class Fleet:
         self._up: list[Load] = []
         self._runs: dict[Run, None] = {}
         self._l2 = Shared(case.l2) if case.l2 else None
+        self._held = HeldQueue(10**9, 10**9, lambda: self.clock.now) if case.slots else None
         self._prefilling: list[Load] = []
         self._prefills: dict[Run, Request] = {}
         for number in range(case.replicas):
@@ -71,7 +74,9 @@ class Fleet:
         self._engines[name] = Engine(
             name, it, self.clock, self, slow, tiers, self.case.adapter_slots
         )
-        self._up.append(Load(name, prices=self._prices, adapter_slots=self.case.adapter_slots))
+        load = Load(name, prices=self._prices, adapter_slots=self.case.adapter_slots)
+        load.slots = self.case.slots
+        self._up.append(load)
         capacity = Capacity(
             engine=it.kv_tokens,
             memory=l1.tokens if l1 else 0,
@@ -90,7 +95,29 @@ class Fleet:
 
     def _arrive(self, request: Request) -> None:
         self.requests.append(request)
-        self._send(request)
+        if self._held is not None and (self._held.waits_for("") or not self._has_room()):
+            self._hold(request)
+        else:
+            self._send(request)
+
+    def _has_room(self) -> bool:
+        return self._candidates.has_room(1)
+
+    def _hold(self, request: Request) -> None:
+        """As the router does; the cached part of a prompt is charged as well here."""
+        assert self._held is not None
+        waiter = Waiter(
+            kind="",
+            ready=self._has_room,
+            lane=request.tenant,
+            band=0,
+            cost=PER_REQUEST + request.tokens,
+            size=0,
+            until=math.inf,
+            go=lambda waited: self._send(request),
+            fail=lambda reason, error: None,
+        )
+        self._held.add(waiter)
 
     def _send(self, request: Request, divisible: bool = True) -> None:
         now = self.clock.now
@@ -131,6 +158,8 @@ class Fleet:
         run.load.end(run.work)
         run.request.end = self.clock.now
         del self._runs[run]
+        if self._held is not None:
+            self._held.wake()
         if request := self._prefills.pop(run, None):
             stored = self._l2.stored_at(run.links, run.tokens) if self._l2 else 0.0
             at = min(max(stored, self.clock.now), self.clock.now + HANDOVER_S)

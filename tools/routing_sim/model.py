@@ -81,20 +81,22 @@ def chain(parts: Parts, size: int, seed: int = 0) -> list[int]:
 
 
 def graduated(links: Sequence[int]) -> list[int]:
-    """Of the links of a prompt's blocks, those at which the router's chain of it has one."""
+    """The links of a prompt's blocks at the places of the links in the router's chain."""
     return [links[covered(n) // BLOCK - 1] for n in range(1, within(len(links) * BLOCK) + 1)]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """A client's request and its result. after: the request that follows its end, and when.
-    cached, of_l1, of_l2: prompt tokens from the engine's cache and from each tier.
+    cached, of_l1, of_l2: prompt tokens from the engine's cache and from each tier. tenant: whose it
+    is.
     """
 
     at: float
     parts: Parts
     output: int
     session: str = ""
+    tenant: str = ""
     adapter: int = 0
     after: "Callable[[float], Request | None] | None" = None
     first: float = math.inf
@@ -150,7 +152,8 @@ class Case:
     """A workload at a load, which is requests/s or users. slow: how many times as long the first
     replica takes. restart: whether one is lost in the middle of the measurement. replicas: how many
     there are; adapter_slots: adapters that each keeps. l1: memory behind each engine's cache;
-    l2: the store behind all of them. apart: prefill and decode apart.
+    l2: the store behind all of them. apart: prefill and decode apart. slots: if a replica has this
+    number of requests, the router holds the next ones; 0 for no limit.
     """
 
     name: str
@@ -165,3 +168,4 @@ class Case:
     l1: Tier | None = None
     l2: Tier | None = None
     apart: Apart | None = None
+    slots: int = 0
