@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def left(*words):
     command = [sys.executable, "-m", "tests.serving.garbage", *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     return json.loads(ended.stdout.splitlines()[-1])
 
 

