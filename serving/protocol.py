@@ -44,7 +44,7 @@ PARENTS = (
 )
 """Headers with the id of the conversation that began this one: of the same, and OpenCode."""
 FINALS = (b"x-dynamo-session-final", b"x-slipway-session-final")
-"""Headers that say `true` where no further turn of a conversation will come."""
+"""Headers with the value `true` for the last turn of a conversation."""
 CACHE = b"x-slipway-cache"
 """With any value, asks for the server's reading of the hints about caches; the answer has it in the
 same header.

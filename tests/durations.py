@@ -3,8 +3,8 @@
 
 The measure is CPU time, since it hardly depends on what else the machine does. It contains the
 processes that a test starts, once they have ended and their parents have waited for them.
-`--budget` fails a run that costs more. The last line has the machine's share of busy cores, with
-all else that it does: what is missing to 100 % is time in which every test waited.
+`--budget` fails a run that costs more. The last line has the share of the machine's busy cores,
+other programs included. In the rest of the time, every test waited.
 """
 
 import resource

@@ -2,6 +2,7 @@
 """docs/explanation/security.md: every file and test that it names exists."""
 
 import ast
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ ROWS = [
 ][1:]
 
 
+@functools.cache
 def named_in(file: Path) -> set[str]:
     tree = ast.parse(file.read_text())
     kinds = ast.FunctionDef | ast.AsyncFunctionDef

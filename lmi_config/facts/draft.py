@@ -451,7 +451,7 @@ def _eagle3_tensors(draft: Draft, target: ModelFacts, aux: _Aux | None) -> Itera
         ("embed_tokens", "fc", "fc_norm", "input_norm", "layers", "lm_head", "midlayer", "norm"),
     )
     yield from _missing(draft, needed)
-    miscounted = aux and len({*aux.ids}) == aux.read  # which is told
+    miscounted = aux and len({*aux.ids}) == aux.read  # reported elsewhere
     if hidden and aux and aux.width and not miscounted:
         yield from _misshapen(draft, "fc.weight", (hidden, aux.count * aux.width))
     if hidden and guessed:

@@ -1424,7 +1424,7 @@ class Settings:
         if folder and folder.is_relative_to(self.model_store):
             # As in LMI: the only folder in a store names the model.
             name = next(iter(folder.relative_to(self.model_store).parts), name)
-        # vLLM alone answers to the path that it was given, and so clients ask for it.
+        # Plain vLLM accepts its model's path as a name, so clients may ask for it.
         return (*dict.fromkeys((name, "lmi", path, self.model_id)), *endpoint)
 
     def named(self, option: str) -> str:

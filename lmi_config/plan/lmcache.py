@@ -407,7 +407,7 @@ def translate(config: Mapping[str, object], environ: Mapping[str, str]) -> Trans
     config = {str(key): value for key, value in config.items()}  # YAML's keys may be numbers
     config = _without_plugin(config)
     if _written(config.get("enable_nixl")).lower() == "false":
-        config.pop("nixl_role", None)  # nothing uses it
+        config.pop("nixl_role", None)  # not used
     given = _sift(config, _TOP, "", ignored, faults)
     if given.get("max_local_cpu_size") == 0 and given.get("local_cpu", True):
         faults.append(

@@ -47,13 +47,13 @@ OPERATOR = "\0operator"
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who sends a request.
 
-    name: its key's, "" if no keys are needed. tenant: those who share caches, None where a key says
-    nothing of it. models, adapters: the names that may be asked for, None for all.
-    priority: at the engine, the lowest first. sheddable: whether its requests are refused where the
-    engine has no room for them. admin: whether it may administer. counted: whether a router has
-    held it to its limits already. phase: what of its request a router has a server do. hand_over:
-    the address of the KV. paths: the only ones that it may ask for; None for all. background:
-    whether its requests are lines of a batch of another copy, which wait for all other requests.
+    name: its key's, "" if no keys are needed. tenant: clients of one tenant share caches; None if
+    the key names none. models, adapters: the allowed names, None for all. priority: at the engine,
+    the lowest first. sheddable: whether its requests are refused when the engine has no room for
+    them. admin: whether it may administer. counted: whether a router has already applied its
+    limits. phase: the part of its request that a router lets a server run. hand_over: the address
+    of the KV. paths: the only allowed paths; None for all. background: whether its requests are
+    lines of a batch of another copy, which wait for all other requests.
     """
 
     name: str = ""
@@ -72,8 +72,8 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_client(self) -> bool:
-        """Whether its requests are those of a client: not a router's own questions, nor lines of
-        another copy's batch.
+        """Whether a client sends it. A router's own questions, and lines of another copy's batch,
+        are no client's.
         """
         return self.paths is None and not self.background
 

@@ -56,15 +56,18 @@ class Signer:
         self.name = name or new_name()
         self._signed = functools.lru_cache(4096)(self._sign)
         self._read = functools.lru_cache(4096)(self._decode)
+        self._period = 0
 
     def signed(self, caller: Caller, names: Sequence[str]) -> bytes:
         """Return a caller's identity for the servers of these names; it expires after VALID_S."""
-        return self._signed(caller, tuple(names), int(time.time()) // RENEWED_S)
+        self._forget_old()
+        return self._signed(caller, tuple(names))
 
     def caller(self, token: bytes) -> Caller:
         """Return the caller of an identity. Raises Unauthorized for a token that was not signed
         with the secret, is for another server, or has expired.
         """
+        self._forget_old()
         caller, until = self._read(token)
         if until < time.time():
             raise Unauthorized(
@@ -96,7 +99,14 @@ class Signer:
             return ""
         return found.sub if found.nonce == challenge else ""
 
-    def _sign(self, caller: Caller, names: tuple[str, ...], _: int) -> bytes:
+    def _forget_old(self) -> None:
+        """Forget all tokens every RENEWED_S: no router uses one for longer."""
+        if (period := int(time.time()) // RENEWED_S) != self._period:
+            self._period = period
+            self._signed.cache_clear()
+            self._read.cache_clear()
+
+    def _sign(self, caller: Caller, names: tuple[str, ...]) -> bytes:
         now = int(time.time())
         claims = {
             "aud": list(names),

@@ -122,7 +122,7 @@ class FilesAndBatches:
         return (await self._named(call)).batch
 
     async def cancel(self, call: HttpCall, pipeline: Pipeline) -> Batch:
-        """End a batch, with the answers that it has. An administrator's may be anybody's."""
+        """End a batch, with the answers that it has. An administrator may end any batch."""
         anybodys = _administers(call)
         batch = (await self._named(call, anybodys=anybodys)).batch
         if not batch.status.open:
@@ -242,7 +242,7 @@ def _seen_by(owned: OwnedBatch, whose: str | None) -> Batch:
 
 
 async def _on_disk(function: Callable[..., R], *args: object) -> R:
-    """Call a function in a thread. Raises NotReady where the folder cannot be used."""
+    """Call a function in a thread. Raises NotReady if the folder cannot be used."""
     try:
         return await in_thread(function, *args)
     except OSError as error:

@@ -21,7 +21,7 @@ INPUT, OUTPUT = "batch", "batch_output"
 
 
 def new_id(kind: str) -> str:
-    """An id that nobody guesses."""
+    """An id that cannot be guessed."""
     return kind + secrets.token_hex(16)
 
 
@@ -87,7 +87,7 @@ class Faults(msgspec.Struct, frozen=True):
 
 
 class Counts(msgspec.Struct):
-    """Lines of a batch: all, and those that were answered, with errors or without."""
+    """Numbers of lines of a batch: all, answered without an error, and answered with one."""
 
     total: int = 0
     completed: int = 0

@@ -42,7 +42,9 @@ class Results:
         """Digests of the custom_ids of lines that have answers."""
 
     def open(self) -> None:
-        """Read what there is; an answer that is not whole is taken out. A thread should do it."""
+        """Read the existing answers; an incomplete answer is removed. Blocks, so a thread should
+        call it.
+        """
         for number, path in enumerate(self._paths):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             self._descriptors.append(descriptor)

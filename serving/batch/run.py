@@ -87,9 +87,10 @@ class _Ends(ServingError):
 
 
 class Run:
-    """A batch that this process alone runs. lanes: for lines of all batches that it runs.
+    """A batch that only this process runs.
 
-    run() raises OSError where the batch's files cannot be read or written.
+    lanes: for lines of all batches that it runs. run() raises OSError if the batch's files cannot
+    be read or written.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Run:
         self._caller = msgspec.structs.replace(owned.caller, counted=False, phase="")
         self._input = store.content(self._batch.input_file_id)
         self._results = Results(store.content(owned.output), store.content(owned.errors))
-        self._end = Admitted(pipeline.admission)  # of no place: interactive requests have those
+        self._end = Admitted(pipeline.admission)  # without a place, unlike interactive ones
         self._broken: OSError | None = None
         self._looks = 0
 
@@ -238,9 +239,8 @@ class Run:
             self._pipeline.limiter.give_back(taken)
 
     async def _answered(self, line: Line, first: Lane) -> tuple[bytes, bool] | None:
-        """The answer to a line, and whether it is an error; None where the batch ends before.
-
-        first: an engine for the line, which it gives back.
+        """The answer to a line, and whether it is an error; None if the batch ends before. first:
+        an engine for the line, which is given back.
         """
         request = lines.new_request()
         lane: Lane | None = first
@@ -326,7 +326,7 @@ class Run:
                 self._broke(error)
 
     async def _look(self) -> None:
-        """End it where somebody has asked for that, its time is over, or the folder is full."""
+        """End the batch if a client has asked for it, its time is over, or the folder is full."""
         store, batch = self._store, self._batch
         if await in_thread(store.cancel_asked, batch.id):
             self._end.cancel(_Ends(Status.CANCELLED))

@@ -21,9 +21,10 @@ from serving.inference.pipeline import Pipeline
 log = logging.getLogger(__name__)
 
 FIND_S = 5.0
-"""Between two looks for batches that other servers made, or no longer run."""
+"""Seconds between two searches for batches that other servers made, or no longer run."""
 TURN_S = 1.0
-"""The same between copies of one container, and between two attempts to be the one that runs them.
+"""Seconds between two searches by the copies of one container, and between two attempts to become
+the copy that runs batches.
 """
 SWEEP_S = 60.0
 """Seconds between two removals of expired files and batches."""

@@ -31,7 +31,7 @@ UPLOAD = ".upload-"
 SHARE = 0.5
 """The share of all space for one tenant, so that others always find some."""
 UPLOAD_S = 24 * 3600
-"""After which one of these is of nobody."""
+"""Seconds after which an incomplete upload may be removed."""
 
 
 def owner(tenant: str | None) -> str | None:
@@ -66,7 +66,7 @@ class Store:
         self._files = folder / "files"
         self._batches = folder / "batches"
         self._folder = folder
-        self._lock = threading.Lock()  # what is counted is not changed before it is kept
+        self._lock = threading.Lock()  # the counted files do not change before it is kept
         self._read: dict[int, str | None] = {}  # descriptors of contents that are read: owners
 
     def open(self) -> None:
@@ -114,7 +114,7 @@ class Store:
                     yield status.st_size, owner
 
     def require_room(self, owner: str | None) -> None:
-        """Raise StorageFull where one more file of this owner's is too much."""
+        """Raise StorageFull if the owner may not add a file."""
         self.require_space(owner)
         files = self._owned(self._files, OwnedFile)
         if self._are_many([it.owner for it in files if it.file.purpose == INPUT], owner):
@@ -237,7 +237,7 @@ class Store:
         return sorted(files, key=lambda it: (it.created_at, it.id), reverse=True)
 
     def delete(self, name: str, owner: str | None) -> None:
-        """Delete one of the owner's files. Raises NotFound, and Conflict where a batch reads it."""
+        """Delete one of the owner's files. Raises NotFound, and Conflict if a batch reads it."""
         with self._lock:
             self.file(name, owner)
             for batch in self.open_batches():
@@ -272,7 +272,7 @@ class Store:
         return found
 
     def batches(self, owner: str | None, *, anybodys: bool = False) -> list[OwnedBatch]:
-        """The owner's batches, or anybody's, the newest first."""
+        """The batches of this owner, or of all owners, the newest first."""
         found = (self.any_batch(path.stem) for path in self._records(self._batches))
         batches = [it for it in found if it and (anybodys or it.owner == owner)]
         return sorted(batches, key=lambda it: (it.batch.created_at, it.batch.id), reverse=True)
@@ -284,7 +284,7 @@ class Store:
         return sorted(batches, key=lambda it: (it.batch.created_at, it.batch.id))
 
     def ask_to_cancel(self, name: str) -> None:
-        """Ask whoever runs a batch to end it."""
+        """Ask the server that runs a batch to end it."""
         with contextlib.suppress(FileExistsError):
             (self._batches / f"{name}.cancel").touch(mode=0o600, exist_ok=False)
 
@@ -328,7 +328,7 @@ class Store:
         found = _read(self._files / f"{name}.json", OwnedFile)
         if found:
             return found.file.expires_at <= now
-        return _age(path, now) >= UPLOAD_S  # of nobody
+        return _age(path, now) >= UPLOAD_S  # without an owner
 
     def _owned(self, folder: Path, kind: type[T]) -> Iterator[T]:
         return (found for path in self._records(folder) if (found := _read(path, kind)))
@@ -342,7 +342,7 @@ def _for_this_user(path: str, flags: int) -> int:
 
 
 def _age(path: Path, now: float) -> float:
-    """Seconds since a file was written; 0 where another server has just removed it."""
+    """Seconds since a file was written; 0 if another server has just removed it."""
     with contextlib.suppress(FileNotFoundError):
         return now - path.stat().st_mtime
     return 0

@@ -39,7 +39,7 @@ async def received(scope: Scope, receive: Receive, path: Path, largest: int) -> 
 
 
 async def _received(scope: Scope, receive: Receive, path: Path, largest: int) -> Upload:
-    content = bytearray()  # what is not written yet
+    content = bytearray()  # bytes that are not written yet
     form = FormReader(header(scope, b"content-type").decode("latin-1"), content.extend)
     length = header(scope, b"content-length")
     if length.isdigit() and int(length) > largest + FIELDS_SIZE:

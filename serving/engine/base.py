@@ -77,8 +77,8 @@ class Sink(Protocol):
     """
 
     def begin(self, usage: "Usage") -> None:
-        """Take what the engine works on for the call. It is kept up to date by the engine, also
-        when the call is cancelled or breaks off.
+        """Take the call's usage. The engine keeps it up to date, also when the call is cancelled or
+        breaks off.
         """
 
     async def answer(
@@ -144,7 +144,7 @@ class Engine(Protocol):
         """The addresses of each rank's KV events, in vLLM's shape. Raises ServingError."""
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter by its inner name. Raises AdapterFailed; AlreadyLoaded where the engine
+        """Load an adapter by its inner name. Raises AdapterFailed, and AlreadyLoaded if the engine
         has one of that name.
         """
 

@@ -130,7 +130,7 @@ class Calls:
         try:
             with ending.raising():
                 await self._answer(call, sink, client)
-                if ending.cause:  # an interruption by what the sink did comes with the next await
+                if ending.cause:  # an interruption by the sink comes with the next await
                     await asyncio.sleep(0)
         except (ServingError, ClientLeft) as cause:
             if cause is not ending.cause:
@@ -184,7 +184,7 @@ class CallClient:
         self._names: dict[str, str] = {}
         """vLLM's name of a request → the engine's."""
         self._streams: dict[str, Stream] = {}
-        """The engine's name of a request → what writes its tokens."""
+        """The engine's name of a request → the stream that writes its tokens."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -197,7 +197,7 @@ class CallClient:
         stream: Callable[[Results], Stream] | None = None,
         **more: Any,
     ) -> Results | Stream:
-        """As vLLM's. stream: makes what writes the request's tokens."""
+        """Generates as vLLM does. stream: makes the stream that writes the request's tokens."""
         name = self._name(request_id)
         results: Results = self._client.generate(prompt, sampling_params, name, **more)
         if not stream:
@@ -205,7 +205,7 @@ class CallClient:
         self._streams[name] = found = stream(results)
         return found
 
-    # what vLLM's serving objects call
+    # called by vLLM's serving objects
 
     def encode(self, prompt: Any, pooling_params: Any, request_id: str, **more: Any) -> Results:
         results: Results
@@ -222,7 +222,7 @@ class CallClient:
         self.failure = self.failure or refused(answer, self._call)
         return json.dumps(answer.model_dump())
 
-    # what the output processor calls
+    # called by the output processor
 
     def check(self, request: Any) -> None:
         """Raise EngineFailed for a request that would share the caches of other tenants."""
@@ -240,7 +240,7 @@ class CallClient:
         if stream := self._streams.get(request.external_req_id):
             stream.begin(state, request)
 
-    # what writes answers calls
+    # called by the writers of answers
 
     def refusal(self, answer: ErrorResponse) -> ServingError:
         """The exception for an error that vLLM has returned."""
@@ -333,7 +333,7 @@ def _computed_about(length: int, began: float, before: Prefilled) -> int:
 
 
 def _pace(state: Any) -> Pace | None:
-    stats = state.stats  # None where the operator has switched vLLM's statistics off
+    stats = state.stats  # None if the operator has switched vLLM's statistics off
     if stats is None or not stats.num_generation_tokens:
         return None
     further = stats.num_generation_tokens - 1

@@ -44,24 +44,27 @@ log = init_logger(__name__)
 
 STORE_LIMIT_S = 10.0
 SERVER_LIMIT_S = 2.0
-"""How long a request waits for the tiers. A server that is there acknowledges it at once; what
-takes longer is a store.
+"""Seconds that a request waits for the tiers. A running server acknowledges it at once; a longer
+wait is due to a store.
 """
 UNRESPONSIVE_LIMIT_S = 0.1
-"""The limit after a request has waited in vain, until one is answered in time again."""
+"""The limit after a request has waited without an answer, until a request is answered in time
+again.
+"""
 PROBE_INTERVAL_S = 5.0
 """Then one request in this time still waits for the whole limit: on a busy machine no answer may
 come within the short one.
 """
 ANSWER_S = 0.02
-"""How long an engine with nothing to compute waits for the tiers' answer, before it looks for other
-work. An answer from memory takes a few milliseconds.
+"""Seconds that an engine with nothing to compute waits for the tiers' answer before it looks for
+other work. An answer from memory takes a few milliseconds.
 """
 STORE_PAUSE_S = 0.002
 """Between two such answers that a store is being read."""
 HANDOVER_LIMIT_S = 2.0
-"""How long a prompt that another server has computed is looked up again. That one copies some 3 GB
-of a large model's KV meanwhile; what takes longer is computed here.
+"""Seconds during which a prompt that another server has computed is looked up again. The other
+server copies some 3 GB of a large model's KV in this time. A prompt that takes longer is computed
+here.
 """
 HANDOVER_PAUSE_S = 0.01
 """Between two such look-ups."""
@@ -73,10 +76,10 @@ MOST_REPORTS = 10_000
 class Transfers:
     """The scheduler's record of the requests whose blocks the workers still read or write.
 
-    vLLM (0.32) frees the blocks of a request that has ended, and forgets it, at the first report
-    about it: that its load is done, or that its stores are. At the second it ends with an
-    assertion. Both come when a client leaves while its load is under way, and then the first comes
-    while the load still writes.
+    For a request that has ended, the workers report the end of its load and the end of its stores.
+    vLLM (0.32) frees the blocks and forgets the request at the first report; at the second it fails
+    with an assertion. Both reports come when a client leaves during a load, and then the first
+    comes while the load still writes.
     """
 
     def __init__(self) -> None:
@@ -154,7 +157,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
     """
 
     _unresponsive = False
-    """Whether the last request that asked the tiers has waited in vain."""
+    """Whether the last request that asked the tiers has waited without an answer."""
     _probe = ""
     """The request that waits for the whole limit nevertheless."""
     _next_probe = 0.0
@@ -303,9 +306,9 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         return self._unresponsive and request.request_id != self._probe
 
     def _bypass(self, request: "Request") -> tuple[int, bool]:
-        """Have a request computed without the tiers."""
+        """Let a request be computed without the tiers."""
         self.scheduler_adapter.cleanup_lookup_result(request.request_id)
-        # A new one: what the old one says of blocks and hits does not hold any more.
+        # A new one: the old one's blocks and hits are no longer valid.
         self.request_trackers.pop(request.request_id, None)
         tracker = self._get_or_create_request_tracker(request)
         tracker.state = LMCacheMPRequestState.BYPASS_LMCACHE
@@ -338,7 +341,7 @@ class FaultTolerantConnector(LMCacheMPConnector):  # type: ignore[misc]  # not t
         self._failed_loads.discard(request.request_id)
         self._kept_out.discard(request.request_id)
         self._handovers.end(request.request_id)
-        return kept, parameters or None  # which would stand in the client's answer
+        return kept, parameters or None  # which would be in the client's answer
 
     # in the workers
 

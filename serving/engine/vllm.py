@@ -46,7 +46,7 @@ from serving.protocol import (
 )
 
 MEASURED = 1024  # tokens of the prompt that shows how fast the engine is
-_TRANSCRIPTION = "transcription"  # what vLLM calls it
+_TRANSCRIPTION = "transcription"  # vLLM's name of it
 TERM_S = 1.5  # between SIGTERM and SIGKILL of the engine's processes
 
 
@@ -83,8 +83,8 @@ class VllmEngine:
         hears: bool,
         until_stopped: contextlib.AsyncExitStack,
     ) -> None:
-        """state: vLLM's serving objects. calls: what answers calls with them (calls.Calls). task:
-        what the model does, in vLLM's words. hears: whether it transcribes as well.
+        """state: vLLM's serving objects. calls: answers calls with them (calls.Calls). task: the
+        model's task, in vLLM's words. hears: whether it also transcribes.
         """
         self._state = state
         self._calls = calls
@@ -293,7 +293,7 @@ def _build(args: Namespace, in_flight: dict[str, Any]) -> Any:
     registry.check_outputs()
     # Ctrl-C reaches every process of a terminal's group. The engine's processes inherit this
     # thread's mask and never see it: they are to work on while requests drain. Python's resource
-    # tracker unblocks the signal where it is started, so it is started first.
+    # tracker unblocks the signal when it starts, so it is started first.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -352,7 +352,7 @@ async def _serve(client: Any, args: Namespace, in_flight: dict[str, Any]) -> Vll
     routes = await in_thread(_routes, state, tasks, client, args)
     calls = Calls(client, routes, in_flight, prefilled)
     until_stopped = contextlib.AsyncExitStack()
-    await until_stopped.enter_async_context(lifespan(app))  # which freezes what the collector knows
+    await until_stopped.enter_async_context(lifespan(app))  # which freezes the collector's objects
     gc.set_threshold(*COLLECT)
     writing = next((it for it in ("generate", _TRANSCRIPTION) if it in tasks), None)
     task = writing or client.model_config.get_pooling_task(tasks)
@@ -462,7 +462,7 @@ def _look_up_once(renderer: Any) -> None:
 
 
 async def _warm_up(engine: VllmEngine) -> None:
-    """Have the engine answer once. vLLM's own health says nothing of whether it can."""
+    """Make the engine answer once. vLLM's own health check does not show whether it can."""
     prompt = "Say that you are ready."
     file = None
     if engine.task == "generate":
@@ -481,9 +481,9 @@ async def _warm_up(engine: VllmEngine) -> None:
 
 
 async def _measure(engine: VllmEngine, model: Any) -> None:
-    """Have the engine compute a prompt that no cache has, so that prefilled() shows its speed.
-
-    Without it an engine whose prompts all come from a slow store would never know better.
+    """Make the engine compute a prompt that no cache has, so that prefilled() shows its speed.
+    Without this, an engine that loads all prompts from a slow store would never measure its own
+    speed.
     """
     tokens = [random.randrange(256, min(model.get_vocab_size(), 1256)) for _ in range(MEASURED)]
     body = {"prompt": tokens[: model.max_model_len - 1], "max_tokens": 1}
@@ -501,7 +501,7 @@ async def _ask(
 
 
 class _ErrorSink:
-    """As much of a sink as a call needs that is no stream, listening for an error alone."""
+    """A sink for a call without a stream; it only keeps the error."""
 
     error: ServingError | None = None
 
@@ -516,7 +516,7 @@ class _ErrorSink:
 
 
 def _silence() -> bytes:
-    """A second of it, as a WAV file."""
+    """A second of silence, as a WAV file."""
     file = io.BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setparams((1, 2, 16_000, 0, "NONE", ""))

@@ -16,11 +16,11 @@ _PROMPT_KEYS = (
     *("prompt", "input", "messages", "suffix", "documents", "system", "instructions", "tools"),
     *("query", "queries", "items", "data_1", "data_2", "text_1", "text_2", "instruction"),
 )
-_PROTOCOL_KEYS = ("role", "type")  # their values say how to read a prompt, not what is in it
+_PROTOCOL_KEYS = ("role", "type")  # their values describe the reading of a prompt, not its contents
 _TOOL_KEYS = (*_PROTOCOL_KEYS, "name")
 _PIECE = 20  # characters
 _BEGINNING = 24  # characters
-_SHORTEST = 4  # characters; fewer say nothing, and are in every sentence
+_SHORTEST = 4  # characters; shorter pieces are in every sentence
 _LONGEST = 10_000  # characters; vLLM's own words are fewer
 _TEXTS = 2**16  # of a request that are looked at; a message about one with more is not passed on
 _START = re.compile(r"(?<!\w)")  # before the first letter of a word
@@ -129,7 +129,7 @@ def _has_piece(pieces: set[str], text: str) -> bool:
 
 
 def _texts(prompt: Any, skipped: tuple[str, ...] = _PROTOCOL_KEYS) -> Iterator[str]:
-    """All texts in a JSON value, but those that only say how to read others."""
+    """All texts in a JSON value, except those that only describe the reading of others."""
     remaining = [prompt]  # no recursion: what the decoder bears is nested too deeply for it
     while remaining:
         value = remaining.pop()

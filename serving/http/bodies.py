@@ -62,7 +62,7 @@ class Answer:
         """Whether its last part has been sent."""
 
     def at_head(self, change: Head) -> None:
-        """Have a function change the head, before those that were added earlier."""
+        """Let a function change the head, before those that were added earlier."""
         self._heads.insert(0, change)
 
     def __call__(self, message: Message) -> Awaitable[None]:

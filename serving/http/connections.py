@@ -189,7 +189,7 @@ class Connection(HttpToolsProtocol):
         except HeadTooLarge as error:
             self._refuse(error)
         except httptools.HttpParserError as error:
-            cause = error.__context__  # what on_... raised
+            cause = error.__context__  # raised by on_...
             self._refuse(cause if isinstance(cause, ServingError) else Malformed(NOT_HTTP))
         return b""
 
@@ -344,7 +344,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
 
-    # what the server asks for
+    # for the server
 
     def overdue(self, now: float, elapsed: float) -> None:
         """End whatever has taken too long. elapsed: seconds since the last call."""

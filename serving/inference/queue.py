@@ -79,7 +79,7 @@ class FairQueue:
         self._clock = clock
         self._turns: Turns[Ticket] = Turns()
         self._sequences = 0  # in the engine
-        self._taken_s: float | None = None  # what a request takes, times its sequences
+        self._taken_s: float | None = None  # that a request takes, times its sequences
         self._in_flight = Counts[str]()  # by lane; none is 0
         self.in_flight = 0
         _IN_FLIGHT.set_function(lambda: self.in_flight)

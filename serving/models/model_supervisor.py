@@ -149,7 +149,7 @@ class Entry:
         )
 
     def take(self, work: Work, now: float) -> None:
-        """The router has told the model's requests."""
+        """Record the model's requests, as the router has reported them."""
         if work != self.work:
             self.used = now
         if not work.waiting:
@@ -295,7 +295,7 @@ class Supervisor(Container):
             offer = await in_thread(self._planned_offer, name, url)
         except SettingsError as error:
             return Answer(number, 400, redacted("; ".join(error.faults)))
-        except Exception:  # of files that are not what they should be
+        except Exception:  # of files with wrong contents
             log.exception("planning a model failed", extra={"facts": {"model": name}})
             return Answer(
                 number, 400, f"the model {name} cannot be planned; the log has the reason"
@@ -379,7 +379,7 @@ class Supervisor(Container):
             self._changed.clear()
 
     async def _serve(self, entry: Entry) -> None:
-        """Have a model's server run until it ends."""
+        """Run a model's server until it ends."""
         name, began = entry.offer.name, time.monotonic()
         _STARTS.labels(name).inc()
         try:
@@ -407,8 +407,8 @@ class Supervisor(Container):
         self._on_death(entry, end, was_ready=was_ready)
 
     def _on_death(self, entry: Entry, end: Exit, *, was_ready: bool) -> None:
-        """A model's server has ended by itself: it is started again for the next request, unless
-        that would be in vain.
+        """A model's server has ended by itself. It is started again for the next request, unless it
+        keeps failing.
         """
         reason = redacted(end.reason or "its server ended")
         facts = {"model": entry.offer.name, "code": end.code}

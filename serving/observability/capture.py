@@ -37,7 +37,9 @@ _listeners: list[Callable[[logging.LogRecord], object]] = []
 
 
 def listen(listener: Callable[[logging.LogRecord], object]) -> None:
-    """Have a function called with each record of another process, in the thread that reads them."""
+    """Let a function be called with each record of another process, in the thread that reads
+    them.
+    """
     _listeners.append(listener)
 
 

@@ -113,17 +113,19 @@ class ReplicaState(NamedTuple):
 
 
 class HeldWork(NamedTuple):
-    """requests: those that wait for a replica. seconds: that it takes to compute their prompts."""
+    """requests: number of requests that wait for a replica. seconds: time to compute their
+    prompts.
+    """
 
     requests: int
     seconds: float
 
 
 class CurrentSeries(Collector):
-    """All series, without those of replicas that are gone for long.
+    """All series, except those of replicas that have long left.
 
-    Prometheus' client cannot take series out of the files that several processes share, so those of
-    replicas that are gone are left out as they are read.
+    Prometheus' client cannot remove series from the files that several processes share, so they are
+    filtered when they are read.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class CurrentSeries(Collector):
 
 
 def forget(replica: str) -> None:
-    """Drop what this process has counted of a replica."""
+    """Drop this process's series of a replica."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the shared files keep it
         REQUESTS.remove_by_labels({"replica": replica})

@@ -2,9 +2,9 @@
 """Messages between router processes on one port: the placement of each request, and the state of
 replicas, which one of them probes.
 
-Each process announces its choices to the others, within milliseconds, and several times a second
-how many requests it has under way, so that what a lost message or a dead process has left is put
-right. Messages are datagrams in memory; one that finds no room is dropped.
+Each process announces its choices to the others within milliseconds. Several times a second it also
+announces its number of requests in flight, which corrects the effect of a lost message or a dead
+process. Messages are datagrams in memory; a message without room is dropped.
 """
 
 import asyncio
@@ -108,8 +108,8 @@ class Peers:
     ) -> None:
         """replicas: by name, those whose loads are sent and set. learn: called with another
         process's choice for a request. bind: is called with a session and the replica that has
-        begun it, or "" where it has ended. see: is called with another process's report about a
-        replica. held: the requests that this process holds, which others' loads may let go.
+        begun it, or "" if the session has ended. see: is called with another process's report about
+        a replica. held: the requests that this process holds, which others' loads may let go.
         """
         self._replicas = replicas
         self._learn = learn
@@ -120,11 +120,11 @@ class Peers:
         self._inbox, self._outboxes = link[:2] if link else (None, [])
         self._place = link.place if link else 0
         self._process = os.getpid()
-        # what the others have under way, and when they said so
+        # the others' requests in flight, and the times of their reports
         self._loads: dict[int, tuple[float, dict[str, Share]]] = {}
         self._held_there: dict[int, tuple[int, int]] = {}
         self._places: dict[int, int] = {}
-        # what is to be announced
+        # to be announced
         self._choices: list[_Choice] = []
         self._links = 0  # of those
         self._decode = msgspec.msgpack.Decoder(_Choices | _Session | _Loads | Seen).decode
@@ -196,7 +196,7 @@ class Peers:
     def _send(self, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message) if self._outboxes else b""
         for outbox in self._outboxes:
-            with contextlib.suppress(OSError):  # no room, or nobody there
+            with contextlib.suppress(OSError):  # no room, or no receiver
                 outbox.send(data)
 
     def _read(self) -> None:

@@ -51,7 +51,9 @@ log = logging.getLogger(__name__)
 TRIES = 4
 """Replicas that one request is sent to, at most."""
 PREFILL_S = 60.0
-"""For another replica to compute the prompt; then the one that answers does so itself."""
+"""Time limit in seconds for another replica to compute the prompt; after it, the answering replica
+computes the prompt.
+"""
 CLIENT_LEFT = 499
 """The status of a request whose client left before it had an answer's."""
 
@@ -63,7 +65,7 @@ Tokenise = Callable[[RoutingRequest, Request, bytes], Awaitable[RoutingRequest]]
 
 
 class Timeouts(NamedTuple):
-    """Seconds that a replica may take to begin its answer, and between two pieces of it."""
+    """Seconds that a replica may take to begin its answer, and between two pieces of the answer."""
 
     first_byte: int
     idle: int
@@ -112,7 +114,7 @@ class Routing:
     tracer: Tracer | None
     read: Reader
     tokenise: Tokenise | None
-    """Adds a request's tokens, where the strategy wants them."""
+    """Adds a request's tokens, if the strategy needs them."""
     models: OwnModels | None
     """The models of this container, if there are several."""
     identity: Callable[[Caller, Sequence[str], Phase], bytes | None]
@@ -122,12 +124,12 @@ class Routing:
     never.
     """
     continues: bool
-    """Whether streams are completed by another replica where theirs fails."""
+    """Whether another replica completes a stream if its replica fails."""
     routes: Routes
 
     def has_room(self, kind: Kind) -> bool:
-        """Whether a replica can take one more request of the kind, besides those that will come to
-        it when another has computed their prompts.
+        """Whether a replica can take one more request of the kind. Requests whose prompts another
+        replica is computing count as taken.
         """
         pool, now = self.pool, time.monotonic()
         coming = 0
@@ -137,7 +139,7 @@ class Routing:
         return candidates.has_room(coming + 1)
 
     def trace(self, request: Request) -> Span | None:
-        """The span of a request that has come, where traces are sent."""
+        """The span of a new request, if traces are sent."""
         if not self.tracer:
             return None
         name = f"{request.method.decode('latin-1')} {self.routes.template(request.path)}"
@@ -145,8 +147,9 @@ class Routing:
 
 
 class Fetch(NamedTuple):
-    """A prompt's KV that the replica which answers is to fetch. by: the one that has computed it.
-    front: the address of the KV, put in front of the body. digest: its SHA-256, in hex digits.
+    """A prompt's KV that the answering replica must fetch. by: the replica that has computed it.
+    front: the address of the KV, put in front of the body. digest: the address's SHA-256, in hex
+    digits.
     """
 
     by: Replica
@@ -204,10 +207,10 @@ class Placement:
         self._among = among
         self._own: Row | None = None  # of several models in this container
         self._work: Work | None = None
-        self._reason = Held(), False  # what its replica should have, and whether it has its session
+        self._reason = Held(), False  # expected hits at its replica; whether by its session
         self._divisible = False
         self._prefilled_on = ""
-        self._prefilled: Fetch | None = None  # what the replica that is chosen next gets
+        self._prefilled: Fetch | None = None  # for the next replica that is chosen
         self.fetch: Fetch | None = None
         """The request for its current replica."""
         self._phase: Phase = ""  # of the request, that replicas are to do
@@ -253,8 +256,8 @@ class Placement:
             self._find_model(models, request)
 
     def _find_model(self, models: OwnModels, request: Request) -> None:
-        """Have it go to the server of the model that it names; an adapter's name means its model,
-        as far as that runs.
+        """Send it to the server of the model that it names. An adapter's name means the adapter's
+        model, if that runs.
         """
         given = self.features.model
         if given not in models.rows and given == self.features.adapter:
@@ -303,7 +306,7 @@ class Placement:
             metrics.UNHELD.labels("shed").inc()
             raise Shed
         tokens = self.features.tokens
-        if candidates:  # what is cached may be cached elsewhere by its turn
+        if candidates:  # other replicas may have its prompt by its turn
             policy = copy.copy(self._policy)  # for what is not asked for no turn is taken
             tokens -= policy.choose(self.features, candidates, now).held.tokens
         kind = self._kind
@@ -326,8 +329,8 @@ class Placement:
         self._waiter = waiter
 
     async def turn(self, request: Request) -> Replica | None:
-        """Hold it. When its turn has come, it goes to the replica that choose_prefilling() has
-        found, which is the result, or else to that of choose(). Raises what wait() does.
+        """Hold the request until its turn. It then goes to the replica that choose_prefilling() has
+        found, which is returned, or else to that of choose(). Raises the exceptions of wait().
         """
         came: asyncio.Future[Replica | None] = asyncio.get_running_loop().create_future()
 
@@ -372,9 +375,9 @@ class Placement:
             self._routing.held.leave(waiter)
 
     def choose_prefilling(self, *, fetching: bool = False) -> Replica | None:
-        """Have its prompt go to a replica that computes it for the one that will answer. None where
-        that one is to compute it, as it is where this was asked before. fetching: whether the one
-        that answers can be told where to fetch it.
+        """Send its prompt to a prefill replica, which is returned. None if the answering replica
+        should compute the prompt, or if this was called before. fetching: whether the answering
+        replica can fetch KV from an address.
         """
         if not self._divisible:
             return None
@@ -403,17 +406,17 @@ class Placement:
             metrics.PREFILLS.labels("busy").inc()
             return None
         self._go(choice, now)
-        self.tried.pop()  # should nobody else be left, it can answer as well
+        self.tried.pop()  # if no other is left, it can answer as well
         return self.replica
 
     async def prefill(self, request: Request, context: Headers) -> str:
-        """Have the replica that choose_prefilling() has chosen compute the prompt. How that ended,
-        as its series has it. context: of its trace.
+        """Let the replica that choose_prefilling() has chosen compute the prompt. Returns how it
+        ended, by the names of the metric. context: of its trace.
         """
         routing, replica = self._routing, self.replica
         assert replica
         identity = routing.identity(request.caller, (replica.called,), "prefill")
-        assert identity is not None  # else nothing is computed apart
+        assert identity is not None  # else the prompt is not computed apart
         within = min(PREFILL_S, routing.timeouts.first_byte)
         began = time.monotonic()
         found = await prefill(replica, request, context, identity, routing.tls, within)
@@ -447,7 +450,7 @@ class Placement:
         return self._routing.identity(caller, names, phase)
 
     def choose(self) -> Replica | None:
-        """Have it go to the best replica that was not tried. None if there is none."""
+        """Send it to the best replica that was not tried. None if there is none."""
         routing, features = self._routing, self.features
         now = time.monotonic()
         candidates = self.candidates(now)
@@ -457,7 +460,7 @@ class Placement:
         bound = routing.affinity.replica(features.session) if features.session else None
         home = candidates.named(bound) if bound else None
         choice = Choice(home) if home else self._cheapest(candidates, now)
-        if self.inference and not home:  # what a session's own replica has is not looked up
+        if self.inference and not home:  # the cache of a session's replica is not looked up
             self._count_turn(choice, candidates)
         self._go(choice, now)
         self._take_prefilled(self.replica)
@@ -539,7 +542,9 @@ class Placement:
         return NotReady(self._routing.pool.trouble(self.features.model))
 
     def decision(self) -> str:
-        """Which replica it goes to, and why: what that is expected to have of its prompt."""
+        """Its replica, and the reason: the part of its prompt that the replica is expected to have
+        cached.
+        """
         assert self.replica
         known = f"{described(self._reason[0])} of {self.features.tokens:,} tokens"
         prefilled = f", prefilled on {self._prefilled_on}" if self._prefilled_on else ""
@@ -587,12 +592,12 @@ class Placement:
             self._uncharged = 0
 
     def doubts(self, status: int) -> bool:
-        """Whether an error that its replica answers with may be the request's fault or the
-        replica's: the next replica's answer tells which.
+        """Whether an error of its replica may be the request's fault or the replica's. The next
+        replica's answer shows which.
         """
         assert self.replica
         suspect = self._trial or self.replica.breaker.suspect
-        bound = self._reason[1]  # to a session, which no other has
+        bound = self._reason[1]  # to a session, which no other replica has
         return is_error(status) and suspect and not bound and not self._doubted
 
     def doubt(self) -> None:
@@ -601,7 +606,7 @@ class Placement:
         self._doubted, self._trial = (self.replica, self._trial), False
 
     def judge(self, status: int, now: float) -> None:
-        """Its replica has begun an answer, which tells whether the replica works."""
+        """Its replica has begun an answer, which shows whether the replica works."""
         assert self.replica
         breaker, trial, self._trial = self.replica.breaker, self._trial, False
         self.replica.refuse(status == 503)

@@ -95,11 +95,11 @@ _OWN = frozenset(
         *(protocol.REPLICAS, protocol.UI_STATUS),
     )
 )
-"""Paths that a router answers by itself, beside those of its page."""
+"""Paths that a router answers itself, besides those of its page."""
 _MANAGED = re.compile(protocol.MANAGED_PATH)
 _COUNT = re.compile("[0-9]{1,9}")
 COMPARED = 1_000
-"""Replicas that are compared in a second, where many become ready."""
+"""Number of replicas that are compared per second, if many become ready."""
 SWEEP_S = 1.0
 """Seconds between two sweeps for requests that have waited too long."""
 
@@ -285,7 +285,7 @@ class Router:
         return addresses(replicas) if self._picker else replicas
 
     async def _drain(self) -> None:
-        """Take no more requests, and wait for those under way."""
+        """Take no more requests, and wait for those in flight."""
         log.info("draining")
         self.draining = True
         # Another router takes them; here they might wait in vain until the last moment.
@@ -390,7 +390,7 @@ class Router:
     # several models in this container
 
     def _work(self) -> dict[str, tuple[int, int]]:
-        """The requests of each model that wait, and those in flight."""
+        """The waiting requests of each model, and those in flight."""
         assert self._models
         waiting = Counter[str]()
         for kind, count in self.routing.held.counts().items():
@@ -400,7 +400,7 @@ class Router:
         return {name: (waiting[name], in_flight.get(name, 0)) for name in self._models.rows}
 
     def _on_models(self, before: Mapping[str, Row]) -> None:
-        """The supervisor has told the models' states."""
+        """Record the models' states, as the supervisor has reported them."""
         assert self._models
         rows = self._models.rows
         self.pool.close({it.address for it in rows.values() if not it.open})
@@ -465,7 +465,7 @@ class Router:
     # requests
 
     def dispatch(self, responder: Responder, request: Request) -> ProxiedRequest | None:
-        """Dispatch: what answers a request. Raises ServingError."""
+        """Dispatch: the part that answers a request. Raises ServingError."""
         self._origins.require(request.method.decode("latin-1"), request.named)
         if not (route := self._route(responder, request)):
             return None
@@ -490,8 +490,8 @@ class Router:
         return Placement(self.routing, inference=route is INFERENCE, among=among)
 
     def _route(self, responder: WholeResponder, request: Request) -> Route | None:
-        """The route of a request that a single replica answers. None: it is answered here.
-        Raises ServingError where its sender may not send it.
+        """The route of a request that a single replica answers. None if it is answered here. Raises
+        ServingError if the sender may not send it.
         """
         route = self.routing.routes.of(request.method, request.path)
         if self._copies and self._leaves_to_copies(route, request):
@@ -542,7 +542,7 @@ class Router:
             self._check_idle()
 
     def _answer(self, responder: WholeResponder, request: Request) -> None:
-        """Answer what replicas have nothing to do with."""
+        """Answer a request that needs no replica."""
         reads = request.method in (b"GET", b"HEAD")
         match request.path:
             case protocol.PING | protocol.HEALTH if reads:
@@ -624,7 +624,7 @@ class Router:
         self._later(self._to_all(responder, request))
 
     def _later(self, answering: Coroutine[Any, Any, None]) -> None:
-        """Have something answered that takes a while."""
+        """Run a slow answer in a task."""
         task = asyncio.create_task(answering)
         self._changes.add(task)
         task.add_done_callback(self._on_changed)

@@ -76,7 +76,7 @@ class Routes:
         self._prefixes = tuple(it.removesuffix("/*") for it in more if it.endswith("/*"))
 
     def of(self, method: bytes, path: str) -> Route | None:
-        """The route of a request, None where replicas have nothing to do with it."""
+        """The route of a request, None if it needs no replica."""
         return INFERENCE if method == b"POST" and self._added(path) else route_of(method, path)
 
     def methods(self, path: str) -> list[str]:

@@ -37,7 +37,7 @@ class SessionAffinity:
         return session
 
     def bind(self, session: str, replica: str) -> None:
-        """The replica has the session; "" where it has ended."""
+        """The replica has the session; "" if the session has ended."""
         self._replicas.pop(session, None)
         if not replica:
             return

@@ -72,14 +72,16 @@ class Worker:
     """One process of a router that has several."""
 
     def __init__(self, process: ForkProcess, quick_ends: int) -> None:
-        """quick_ends: how often in a row those before it have ended within QUICK_S."""
+        """quick_ends: number of earlier processes in a row that have ended within QUICK_S."""
         self.process = process
         self._quick_ends = quick_ends
         process.start()
         self._began = time.monotonic()
 
     def quick_ends(self) -> int:
-        """How often in a row it and those before it have ended within QUICK_S. It has ended now."""
+        """After its end: the number of processes in a row, up to this one, that have ended within
+        QUICK_S.
+        """
         quick = time.monotonic() - self._began < QUICK_S
         return self._quick_ends + 1 if quick else 0
 

@@ -115,7 +115,7 @@ class Kept:
         least_free: int,
     ) -> None:
         """Raises OSError if the cache cannot or must not be used."""
-        os.umask(os.umask(0o022) | 0o022)  # what is made from here on is private
+        os.umask(os.umask(0o022) | 0o022)  # files made from here on are private
         cache.part.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (cache.folder.resolve(), cache.part):
             _require_private(folder)

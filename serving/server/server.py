@@ -61,7 +61,9 @@ _TENANTS = Info("slipway_tenants", "By which header tenants are told apart.")
 _ROLE = Info("slipway_role", "What a router has this server do.")
 
 LARGE = 256 * 1024
-"""Bytes of blocks that go back to the kernel: large bodies, and not what most requests take."""
+"""Bytes of a block that goes back to the kernel when it is freed. Large bodies take such blocks,
+most requests do not.
+"""
 
 Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
 

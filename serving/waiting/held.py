@@ -85,7 +85,7 @@ class HeldQueue:
         return {kind: it.count for kind, it in self._kinds.items()}
 
     def add(self, waiter: Waiter) -> None:
-        """Have a request wait. Raises Overloaded if there is no room for it, and after close() its
+        """Let a request wait. Raises Overloaded if there is no room for it, and after close() its
         error.
 
         If the queue is full, a request of a longer lane or of a later band makes room.
@@ -128,7 +128,7 @@ class HeldQueue:
             del self._kinds[waiter.kind]
 
     def wake(self) -> None:
-        """Let those go whose turn has come. To be called when something may be ready."""
+        """Release the requests whose turn has come. To be called when a server may be ready."""
         if self._waking:  # by what one of them does as it goes; it is looked at next
             return
         self._waking = True
@@ -159,7 +159,7 @@ class HeldQueue:
         return waited
 
     def give_up(self, concerns: Callable[[Hashable], bool], error: ServingError) -> None:
-        """Fail those that wait for these kinds, because it is in vain."""
+        """Fail the requests of these kinds, because they would wait without result."""
         for waiter in [it for it in self._turns if concerns(it.kind)]:
             self._fail(waiter, "in_vain", error)
 

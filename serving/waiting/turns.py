@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Lane(Generic[T]):
-    """credit: what its next items may cost before the other lanes get their turn."""
+    """credit: total cost of its next items before the other lanes get their turn."""
 
     __slots__ = ("credit", "items")
 
@@ -68,7 +68,7 @@ class Turns(Generic[T]):
                 del self._bands[band], self._lengths[band]
 
     def next(self, may: Callable[[T], bool]) -> T | None:
-        """Take out the item whose turn it is, of those that may go."""
+        """Remove the item whose turn it is, among those that may go."""
         for band in sorted(self._bands):
             if (item := self._turn(self._bands[band], may)) is not None:
                 self.remove(item)

@@ -266,6 +266,7 @@ def test_a_router_that_is_killed_comes_back(copies):
     # New connections wait in the socket, which the supervisor also has.
     assert httpx.get(f"{copies.url}/ping", timeout=60).status_code in (200, 503)
     until(lambda: httpx.get(f"{copies.url}/ping").status_code == 200, 60)
+    copies.client.close()  # its connections are those of the old router
     copies.client = httpx.Client(base_url=copies.url, timeout=120)
     assert copies.invoke(LMI).status_code == 200
 

@@ -154,7 +154,7 @@ def environment(
     if chunk:
         config["chunk_size"] = chunk
     file = folder / "lmcache.yaml"
-    file.write_text(json.dumps(config))  # which is YAML too
+    file.write_text(json.dumps(config))  # which is also YAML
     return {
         "OPTION_KV_CACHE_MEMORY_BYTES": str(round(ENGINE * document)),
         "OPTION_LMCACHE_CONFIG_FILE": str(file),

@@ -191,7 +191,7 @@ def environment(arm: str, room: Room, folder: Path, on_gpu: bool) -> dict[str, s
         config |= {"local_disk": f"file://{disk}", "max_local_disk_size": kept}
         config["extra_config"] = {"use_odirect": True}
     file = folder / "lmcache.yaml"
-    file.write_text(json.dumps(config))  # which is YAML too
+    file.write_text(json.dumps(config))  # which is also YAML
     return asked | {"OPTION_LMCACHE_CONFIG_FILE": str(file)}
 
 

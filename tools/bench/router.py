@@ -14,9 +14,9 @@ round's figure is compared with vllm-router's of the same round. The output has 
 rounds and, in brackets, quartiles. CPU is that of all the router's processes, in user and kernel.
 
 Prompts belong to 64 conversations or documents, each with its session id, and end in a number that
-never repeats. Those of "chat" are chats about code, with its escapes, and with tools. An incomplete
-answer ends the benchmark. No process is pinned to CPUs. If load, replicas and router share two
-cores, requests/s depend on all three, and CPU only on the router.
+never repeats. The prompts of "chat" are chats about code, with its escapes, and with tools. An
+incomplete answer ends the benchmark. No process is pinned to CPUs. If load, replicas and router
+share two cores, requests/s depend on all three, and CPU only on the router.
 
 With --before, a checkout of another version is measured in the same rounds.
 """
@@ -113,12 +113,12 @@ NUMBER = "{number}"
 
 
 def words(first: str, size: int) -> dict[str, object]:
-    """One message of about so many bytes."""
+    """One message of about this number of bytes."""
     return {"messages": [{"role": "user", "content": f"{first}{'word ' * (size // 5)}{NUMBER}"}]}
 
 
 def chat(first: str, size: int) -> dict[str, object]:
-    """A chat about code of about so many bytes, with tools."""
+    """A chat about code of about this number of bytes, with tools."""
     line = '\tif name == "main" and path != "C:\\\\tmp":  # “quoted”\n\t\tprint(f"{name}\\n")\n'
     code = f"```python\n{line * (size // 40 // 110)}```\n"
     messages = [{"role": "system", "content": "You write code.\nUse the tools."}]

@@ -321,7 +321,7 @@ class Client:
         return verdict.end is End.RIGHT
 
 
-# what is asked
+# requests
 
 _WORDS = ("import", "name", "class", "value", "object", "method", "raise", "yield")
 

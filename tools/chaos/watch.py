@@ -65,7 +65,7 @@ def ping(kind: str, port: int) -> None:
     """
     connecting: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
     if kind == "https":
-        trusting = ssl._create_unverified_context()  # who answers is not what is measured
+        trusting = ssl._create_unverified_context()  # only the time is measured, not who answers
         connecting = functools.partial(http.client.HTTPSConnection, context=trusting)
     while True:
         time.sleep(0.25)

@@ -83,7 +83,7 @@ class World:
         self.listed.mkdir()
         urls = [it.url for it in self.servers]
         self.gate = Gate(folder, urls, path, self._secret, ledger) if hostile else None
-        self.aside = Client(self.router.url, Ledger())  # what is not part of the traffic
+        self.aside = Client(self.router.url, Ledger())  # not part of the traffic
 
     def _attacked(self) -> dict[str, str]:
         """KV events, so that the router reads prompts, which clients may have made to harm it, and

@@ -81,7 +81,7 @@ def _renames(mapper: Any) -> dict[str, dict[str, str]]:
         "suffix": dict(renames.orig_to_new_suffix),
     }
     for pattern in found["regex"]:
-        re.compile(pattern)  # vLLM's are of another package, which knows more
+        re.compile(pattern)  # vLLM's come from another package with more of them
     return {kind: names for kind, names in found.items() if names}
 
 

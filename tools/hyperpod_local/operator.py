@@ -188,7 +188,7 @@ class Operator:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.push(self)  # where one does not start, none stays
+            stack.push(self)  # if one does not start, none stays
             if self.store:
                 self.store.start()
                 until(self.store.listens)

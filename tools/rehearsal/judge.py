@@ -17,7 +17,7 @@ from typing import Any
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is no answer
     _do_without_a_driver()
     for line in sys.stdin:
         case = json.loads(line)

@@ -104,7 +104,7 @@ class Fleet:
         return self._candidates.has_room(1)
 
     def _hold(self, request: Request) -> None:
-        """As the router does; what is cached of a prompt is charged as well here."""
+        """As the router does; the cached part of a prompt is charged as well here."""
         assert self._held is not None
         waiter = Waiter(
             kind="",

@@ -81,7 +81,7 @@ def chain(parts: Parts, size: int, seed: int = 0) -> list[int]:
 
 
 def graduated(links: Sequence[int]) -> list[int]:
-    """Of the links of a prompt's blocks, those at which the router's chain of it has one."""
+    """The links of a prompt's blocks at the places of the links in the router's chain."""
     return [links[covered(n) // BLOCK - 1] for n in range(1, within(len(links) * BLOCK) + 1)]
 
 
@@ -152,8 +152,8 @@ class Case:
     """A workload at a load, which is requests/s or users. slow: how many times as long the first
     replica takes. restart: whether one is lost in the middle of the measurement. replicas: how many
     there are; adapter_slots: adapters that each keeps. l1: memory behind each engine's cache;
-    l2: the store behind all of them. apart: prefill and decode apart. slots: requests at a replica
-    from which on the router holds the next ones until there is room; 0 for any number.
+    l2: the store behind all of them. apart: prefill and decode apart. slots: if a replica has this
+    number of requests, the router holds the next ones; 0 for no limit.
     """
 
     name: str

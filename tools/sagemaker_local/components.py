@@ -63,7 +63,7 @@ class Components:
         if "ComputeResourceRequirements" not in component.specification:
             raise Refused("Specification.ComputeResourceRequirements is required")
         component.described["RuntimeConfig"] = _copy_counts(copies)
-        self._recipe(component, component.specification)  # refuses what cannot be run
+        self._recipe(component, component.specification)  # refuses containers that cannot run
         self._copies.begin(self._start_base(component))
 
     def _create_adapter(self, component: Component, request: Record, base: Component) -> None:

@@ -48,7 +48,7 @@ class Limits(NamedTuple):
     accept_s: float = 0.25
     ping_every_s: float = 5
     stop_s: float = 30
-    startup_s: float | None = None  # in the place of what the endpoint's configuration says
+    startup_s: float | None = None  # instead of the endpoint's configuration
     scrape_s: float | None = None  # likewise
     header_bytes: int = 4096
     payload_bytes: int = 25 * 1024 * 1024

@@ -187,7 +187,7 @@ class StandIn:
             if header in request.headers
         }
         parameters["EndpointName"] = request.match_info["endpoint"]
-        check(shape, {**parameters, "Body": b""})  # the body has a limit of its own
+        check(shape, {**parameters, "Body": b""})  # the body has a separate limit
         target = self.control.target(
             parameters["EndpointName"],
             parameters.get("InferenceComponentName"),

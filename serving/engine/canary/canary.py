@@ -60,7 +60,7 @@ class Canary:
             )
 
     def begin(self, request: Any) -> None:
-        """A request is about to go to the engine: mark it where the tiers are off."""
+        """Mark a request that is about to go to the engine if the tiers are off."""
         if not self.tally.off:
             return
         if (parameters := request.sampling_params) is not None:
@@ -164,14 +164,16 @@ def _marked(extra: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _candidates(model: Any) -> int:
-    """How many candidates vLLM tells; 0 where it tells no log probabilities."""
+    """The number of candidates that vLLM reports; 0 if it reports no log probabilities."""
     if not model.logprobs_mode.endswith("_logprobs"):
         return 0
     return CANDIDATES if model.max_logprobs < 0 else min(CANDIDATES, model.max_logprobs)
 
 
 def _is_verifiable(request: Any | None) -> bool:
-    """Whether a request generates, from tokens alone: media may have left vLLM's cache since."""
+    """Whether a request generates from tokens, without media: media may have left vLLM's cache
+    since.
+    """
     return (
         request is not None
         and request.sampling_params is not None

@@ -106,8 +106,8 @@ def _in_json(parser: Any, bound: bool) -> Any:
 
 
 def _redirect(serving: Any, create: str, holds: str, parser: Any) -> None:
-    """Have a twin with this parser answer forced calls. create: the method that answers. holds:
-    the attribute that holds the parser.
+    """Let a twin with this parser answer forced calls. create: the method that answers. holds: the
+    attribute that holds the parser.
     """
     twin = copy.copy(serving)
     twin.online_renderer = copy.copy(serving.online_renderer)
@@ -140,7 +140,9 @@ def _bound(parser: Any) -> Any:
 
 @contextlib.contextmanager
 def _bound_tools(request: Any) -> Iterator[None]:
-    """Show vLLM bound functions while it makes the grammar. Prompts show what the client sent."""
+    """Show vLLM the bound functions while it makes the grammar. Prompts show the client's
+    functions.
+    """
     sent = request.tools
     request.tools = [
         _with_schema(tool, number, request.tool_choice) for number, tool in enumerate(sent)

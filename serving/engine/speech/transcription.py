@@ -18,7 +18,7 @@ from serving.engine.speech import sound
 
 
 def limit() -> None:
-    """Have all sound be read within limits from now on."""
+    """Limit the reading of all sound from now on."""
     serving.load_audio = sound.load
 
 
@@ -37,7 +37,7 @@ def _with_file(fields: Mapping[str, Any], file: bytes) -> dict[str, Any]:
 
 
 async def transcribe(handler: Any, request: Any, raw: Any) -> Any:
-    """Have vLLM's object answer. handler: a copy for this request (calls.RequestStandIn.own)."""
+    """Let vLLM's object answer. handler: a copy for this request (calls.RequestStandIn.own)."""
     content = await read_upload_with_limit(request.file)
     return await _salted(handler, raw.call.salt).create_transcription(content, request, raw)
 
@@ -49,7 +49,7 @@ async def translate(handler: Any, request: Any, raw: Any) -> Any:
 
 
 def _salted(handler: Any, salt: str | None) -> Any:
-    """Have a request's salt decide which cached blocks and encoded sounds it finds.
+    """Let a request's salt decide which cached blocks and encoded sounds it finds.
 
     vLLM's requests for speech have no cache_salt, and their sounds are named by their content.
     """

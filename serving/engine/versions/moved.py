@@ -40,12 +40,12 @@ def reasoning_ended(request: Any, parser: Any, prompt: list[int]) -> bool | None
 
 
 def _first(name: str) -> Any:
-    """Raises ModuleNotFoundError, which names the newest place, where no place has it."""
+    """Raises ModuleNotFoundError, which names the newest place, if no place has it."""
     newest, *before = PLACES[name]
     for place in (newest, *before):
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if not place.startswith(str(error.name)):
-                raise  # what it imports is missing
+                raise  # a module that it imports is missing
     raise ModuleNotFoundError(f"vLLM has none of {', '.join(PLACES[name])}", name=newest)

@@ -84,7 +84,7 @@ def check(version: Callable[[str], str] = installed) -> None:
     """
     for package, known in read().items():
         found = version(package)
-        if not _numbers(found):  # it is not installed: whoever needs it says so
+        if not _numbers(found):  # not installed: the code that needs it reports that
             continue
         verdict = judge(NAMES[package], found, known)
         if verdict and verdict.refused:

@@ -25,7 +25,7 @@ def _put() -> None:
 
 
 def _telling(ping: Any, registered: Mapping[type, str]) -> Any:
-    @functools.wraps(ping)  # keeps the attributes by which LMCache finds its handlers
+    @functools.wraps(ping)  # keeps the attributes that mark LMCache's handlers
     def pinged(self: Any, instance_id: int | None) -> bool:
         answer: bool = ping(self, instance_id)
         if instance_id is None:

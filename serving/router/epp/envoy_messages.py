@@ -17,11 +17,11 @@ PIECE = 62_000
 LB = "envoy.lb"
 SUBSET_HINT = "envoy.lb.subset_hint"
 UPSTREAM_ADDRESS = "upstream.address"
-"""The attribute that says the same as DESTINATION_SERVED, where a gateway does not set that."""
+"""The attribute that replaces DESTINATION_SERVED if a gateway does not set that."""
 FULL_DUPLEX = pb.ProcessingMode.FULL_DUPLEX_STREAMED
 
 
-# what comes
+# incoming messages
 
 
 def headers(message: pb.HttpHeaders) -> Headers:
@@ -33,7 +33,7 @@ def headers(message: pb.HttpHeaders) -> Headers:
 
 
 def subset(message: pb.ProcessingRequest) -> frozenset[str] | None:
-    """The endpoints that the gateway wants one of. None where it leaves the choice to us."""
+    """The endpoints that the gateway allows. None if all are allowed."""
     hint = message.metadata_context.filter_metadata.get(SUBSET_HINT)
     if hint is None or DESTINATION_SUBSET not in hint.fields:
         return None
@@ -46,7 +46,7 @@ def subset(message: pb.ProcessingRequest) -> frozenset[str] | None:
 
 
 def served(message: pb.ProcessingRequest) -> str:
-    """The endpoint that has answered, or "" where the gateway does not say."""
+    """The endpoint that has answered, or "" if the gateway does not report it."""
     known = message.metadata_context.filter_metadata.get(LB)
     if known is not None and DESTINATION_SERVED in known.fields:
         return str(known.fields[DESTINATION_SERVED].string_value)
@@ -56,7 +56,7 @@ def served(message: pb.ProcessingRequest) -> str:
     return ""
 
 
-# what is answered
+# answers
 
 
 def _set(lines: Headers, removed: Iterable[bytes] = ()) -> pb.HeaderMutation:

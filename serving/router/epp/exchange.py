@@ -90,8 +90,8 @@ class WholeAnswer:
 class Exchange:
     """One request, and its answer.
 
-    It gets each part once: a second head, or a body after its end, ends the exchange. All of it is
-    given back in `_close`.
+    It gets each part once: a second head, or a body after its end, ends the exchange. `_close`
+    gives back all its resources.
     """
 
     def __init__(self, picking: Picking) -> None:
@@ -262,7 +262,7 @@ class Exchange:
         assert self._placement
         identity = self._placement.identity(request, *replicas[1:])
         lines = [(REQUEST_ID, request.id)]
-        removed = {IDENTITY}  # nobody but us says who a client is
+        removed = {IDENTITY}  # only we tell who a client is
         if identity is not None:
             removed = {*CREDENTIALS}
         if identity:
@@ -309,8 +309,8 @@ class Exchange:
         return self._trace.part("choose") if self._trace else contextlib.nullcontext()
 
     async def _prefill(self, placement: Placement, request: Request) -> None:
-        """Have the replica that it has for this compute the prompt, before the gateway sends the
-        request to the one that answers.
+        """Let the chosen prefill replica compute the prompt, before the gateway sends the request
+        to the replica that answers.
         """
         assert placement.replica
         replica = placement.replica.name
@@ -371,7 +371,9 @@ class Exchange:
         return iter((envoy_messages.answer_head(lines),))
 
     def _follow(self, placement: Placement, endpoint: str) -> None:
-        """The answer is this endpoint's, one of those that were named. "": of the first of them."""
+        """Record which endpoint has answered, one of those that were named. "": the first of
+        them.
+        """
         if endpoint and placement.replica and endpoint != placement.replica.endpoint:
             for replica in self._routing.pool.replicas:
                 if replica.endpoint == endpoint:
@@ -407,7 +409,7 @@ class Exchange:
             metrics.USAGE.labels("completion").inc(usage.completion)
 
     def _close(self) -> None:
-        """The gateway has no more to say of it."""
+        """End the exchange: the gateway sends no more messages about it."""
         if self._request:
             self._request.release()
         if self._request and self._placement:

@@ -44,7 +44,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class EndpointPicker:
-    """Answers gateways that ask where requests are to go."""
+    """Answers gateways that ask for the endpoints of requests."""
 
     def __init__(self, settings: Settings, picking: Picking) -> None:
         self._settings = settings
@@ -55,9 +55,9 @@ class EndpointPicker:
         self._server: Any = None
 
     async def start(self) -> None:
-        """Listen. Raises CannotListen, OSError where a file of TLS cannot be read."""
+        """Listen. Raises CannotListen, and OSError if a file of TLS cannot be read."""
         settings = self._settings
-        # gRPC shares the port with whoever has it, and of a port that is taken it says nothing.
+        # gRPC shares a port that another program has, and does not report a port that is taken.
         shared = settings.router_processes > 1
         bound(settings.host, settings.epp_port, shared=shared).close()
         server = self._server = grpc.aio.server(
@@ -131,7 +131,7 @@ class EndpointPicker:
 
 
 class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Bounds the streams of health and reflection, which nothing else ends."""
+    """Bounds the streams of health and reflection, which have no other limit."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

@@ -15,9 +15,9 @@ class Evicted(Exception):
 
 
 class Streams:
-    """A limited number of streams. One more takes the place of the one that has been silent for
-    longest: of those whose request has not come whole, else of all. So no peer can keep others out
-    by holding streams.
+    """A limited number of streams. Beyond the limit, a new stream replaces the one that has been
+    silent for longest, if possible one with an incomplete request. A peer therefore cannot keep
+    others out by holding streams.
     """
 
     def __init__(self, most: int) -> None:
@@ -43,9 +43,9 @@ class Streams:
             stream.end()
 
     def free(self, size: int, but: "Stream") -> bool:
-        """Let go those whose requests have been awaited for longest, until they give back `size`
-        bytes. Streams that hold nothing stay: their end would free nothing. Whether there was
-        enough.
+        """Evict the streams whose requests have been awaited for longest, until they free `size`
+        bytes. Streams without memory stay, because their end would free none. Returns whether
+        enough was freed.
         """
         freed = []
         for stream in self._asking:
@@ -85,7 +85,7 @@ class Stream:
         return self.request.weight if self.request else 0
 
     def end(self) -> None:
-        """Raise Evicted where its next message is awaited."""
+        """Raise Evicted in the call that awaits the next message."""
         self._evicted = True
         if self._wait:
             self._wait.reschedule(asyncio.get_running_loop().time())

@@ -49,7 +49,7 @@ class Broadcast:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def send(self, request: Request, endpoint: str = "") -> Answer:
-        """Have all replicas answer. Returns the worst of their answers; raises ServingError.
+        """Let all replicas answer. Returns the worst of their answers; raises ServingError.
         endpoint: the only replica that is asked; "" for all.
         """
         await self._health.look()

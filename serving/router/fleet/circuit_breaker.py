@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outlier ejection: what keeps requests from a replica that does not do its work while others do.
+"""Outlier ejection keeps requests away from a replica that fails while others work.
 
 The figures are Envoy's (config.cluster.v3.OutlierDetection: consecutive_5xx, base_ejection_time,
-max_ejection_time), except max_ejection_percent, because a fleet of models is small.
-
-Nothing here does I/O or looks at a clock.
+max_ejection_time), except max_ejection_percent, because a fleet of models is small. This module
+does no I/O and reads no clock.
 """
 
 import math
@@ -128,7 +127,7 @@ class CircuitBreaker:
         """From when on allows() has another answer, as far as is known."""
         return self._until if self.reason and now < self._until and not self._trial else math.inf
 
-    # what becomes of its requests
+    # results of its requests
 
     def begin(self, now: float) -> bool:
         """A request goes to the replica. Whether it is a trial, whose end must be reported."""
@@ -139,7 +138,7 @@ class CircuitBreaker:
         return trial
 
     def abandoned(self, now: float) -> None:
-        """A trial has ended, and says nothing of the replica."""
+        """End a trial without a result for the replica."""
         self._trial = False
         self._until = now + self._pause
         self._changed()

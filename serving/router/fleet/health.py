@@ -91,7 +91,7 @@ class Asking(NamedTuple):
         """A client for as many replicas as there are."""
         timeout = aiohttp.ClientTimeout(total=PING_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0, ssl=self.tls)
-        # A compressed answer could be a thousand times as large as what comes.
+        # A decompressed answer could be a thousand times as large as the received bytes.
         return aiohttp.ClientSession(
             timeout=timeout,
             connector=connector,
@@ -175,10 +175,10 @@ class HealthChecks:
                 self._probes.clear()
 
     async def look(self) -> None:
-        """Have it known which replicas can serve by now: probe those that could not.
+        """Find out which replicas can serve by now: probe those that could not.
 
-        Another process of the router, or whoever has started a replica, may have seen before us
-        that it is ready.
+        Another process of the router, or the starter of a replica, may have seen earlier that it is
+        ready.
         """
         if not self._next_look or self._next_look.done():
             self._next_look = asyncio.create_task(self._look())
@@ -271,7 +271,7 @@ class Probe:
         if seen == self._seen():
             self._told_at = time.monotonic()
             self._pool.enter(self._replica, seen.state, seen.detail, anew=False)
-        else:  # what follows from a change each process finds out by itself
+        else:  # each process finds out the consequences of a change itself
             self.expire_models()
 
     def _seen(self) -> Seen:
@@ -352,7 +352,7 @@ class Probe:
             self._pool.call(self._replica, "")
             headers = self._asking.headers(self._replica, path) if path == MODELS else {}
         status, answer, lines = await _get(self._client, self._replica.name + path, headers)
-        if path == PING:  # with each answer anew: another server may have its address by now
+        if path == PING:  # again with each answer: another server may have its address by now
             self._pool.call(self._replica, self._asking.access.name_of(headers, lines))
         return status, answer
 

@@ -57,7 +57,7 @@ async def endpoints(source: Endpoints | Pool) -> AsyncGenerator[frozenset[str]]:
                 async for current in sets:
                     yield current
         except Exception as error:  # of the client's, of urllib3's and of credential plugins
-            if getattr(error, "status", None) != 410:  # what we saw last is too old to go on from
+            if getattr(error, "status", None) != 410:  # our last state is too old to continue from
                 faults.failed(_reason(error))
                 pause = min(pause * 2, LONGEST_PAUSE_S)
         else:
@@ -127,7 +127,7 @@ def _objects(source: Endpoints | Pool) -> _Objects:
         lists = client.DiscoveryV1Api(connection).list_namespaced_endpoint_slice
         where["label_selector"] = source.selector
         return _Objects(lists, where, lambda slices: urls(slices, source.port))
-    # It is read anew with each watch: changes of it are rare.
+    # It is read again with each watch: it rarely changes.
     pool = client.CustomObjectsApi(connection).get_namespaced_custom_object(
         *(POOL_GROUP, POOL_VERSION, where["namespace"], POOLS, source.name),
         _request_timeout=(ANSWER_S, ANSWER_S),
@@ -165,7 +165,7 @@ def _list_and_watch(source: Endpoints | Pool) -> Iterator[frozenset[str]]:
 
 
 def pod_urls(pods: Collection[Any], ports: Collection[int]) -> frozenset[str]:
-    """The base URLs of the pods to use, one for each port: those that are ready and not about to
+    """The base URLs of the pods to use, one for each port: pods that are ready and not about to
     end.
     """
     hosts = [it.status.pod_ip for it in pods if not it.metadata.deletion_timestamp and _ready(it)]
@@ -219,7 +219,9 @@ def _port(ports: Collection[Any], wanted: str | int | None) -> int | None:
 
 
 def _in_use(endpoint: Any) -> bool:
-    """Ready, where nothing said means yes; or serving; and not about to end."""
+    """Whether an endpoint is ready or serving, and not about to end. A missing `ready` means
+    yes.
+    """
     state = endpoint.conditions
     return state is None or (
         not state.terminating and (state.ready is not False or bool(state.serving))

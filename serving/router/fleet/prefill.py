@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that one replica computes for another, which loads it from the store that they share, or
-fetches it from the one that has computed it.
+"""A prompt that one replica computes for another. The other loads its KV from their shared store,
+or fetches it from the first.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from serving.router.http.forwarded_request import Headers, Request
 from serving.router.usage import MOST
 
 LARGEST = 2**22
-"""Bytes of an answer that says where a prompt's KV is: some 6 for each of the engine's blocks."""
+"""Bytes of an answer with the address of a prompt's KV: some 6 for each of the engine's blocks."""
 
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -55,9 +55,9 @@ class _Answer:
         self._body = bytearray()
         self.status = 0
         self.over = False
-        """Whether no more of it will come."""
+        """Whether the answer is complete."""
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """How that has ended which it is for."""
+        """The end of the prefill, as in Prefilled."""
 
     def on_head(self, status: int, head: bytes, headers: dict[bytes, bytes], body: bytes) -> bool:
         self.status = status
@@ -107,10 +107,9 @@ async def prefill(
     tls: ssl.SSLContext,
     within: float,
 ) -> Prefilled:
-    """Have a replica compute a request's prompt, and store it or keep it to be fetched.
-
-    context: of its trace. identity: tells the replica its phase. within: seconds. Cancelling this
-    also cancels its work.
+    """Let a replica compute a request's prompt, and store its KV or keep it to be fetched. context:
+    of its trace. identity: tells the replica its phase. within: seconds. Cancelling this also
+    cancels the replica's work.
     """
     try:
         upstream = await replica.connect(tls, once=True, decoding=True)

@@ -75,7 +75,7 @@ class Replica(Load):
         self.breaker = CircuitBreaker()
         self.answered_at = 0.0
         """When it last began an answer that shows that it works."""
-        # what it says of itself
+        # its facts about itself
         self.state = State.UNKNOWN
         self.detail = ""
         self.called = ""
@@ -96,7 +96,7 @@ class Replica(Load):
         self.transfer = ""
         """All as its Facts have them."""
         self._born: bytes | None = None
-        # what it tells of its work, again and again
+        # its repeated reports of its work
         self.kv_usage: float | None = None
         """As its Facts have it."""
         self._computed = 0.0, 0.0
@@ -116,7 +116,7 @@ class Replica(Load):
         return self.in_flight - in_flight, self.queued - queued, self.context - context
 
     def set_peer_load(self, load: Share) -> None:
-        """The router's other processes have this under way there."""
+        """Set the share of the load that the router's other processes have at this replica."""
         own, self._peer_load = self.own_load, load
         self.in_flight, self.queued, self.context = map(sum, zip(own, load, strict=True))
         if self.board:
@@ -148,7 +148,7 @@ class Replica(Load):
         return not before or before != facts.born
 
     def measure(self, facts: Facts) -> None:
-        """It has told how fast it is, and how full."""
+        """Record the replica's report of its speed and its cache usage."""
         self.prices, self.kv_usage = facts.prices, facts.kv_usage
         tokens, seconds = (
             now - before for now, before in zip(facts.computed, self._computed, strict=True)
@@ -167,7 +167,7 @@ class Replica(Load):
         return self._speed.seconds_per_unit
 
     def list_models(self, names: Sequence[str], adapters: frozenset[str]) -> None:
-        """It serves models by these names now, its own first. adapters: those of them that are."""
+        """Record the names of its models, its own first. adapters: the names that are adapters'."""
         self.model = next((name for name in names if name not in adapters), "")
         self.models, self.adapters = frozenset(names), adapters
 
@@ -182,7 +182,7 @@ class Replica(Load):
     async def connect(
         self, tls: ssl.SSLContext, *, once: bool = False, decoding: bool = False
     ) -> Upstream:
-        """A new connection. tls: for encrypted replicas. once: it carries one request alone.
+        """A new connection. tls: for encrypted replicas. once: it carries only one request.
         decoding: as Upstream has it. Raises OSError, TimeoutError.
         """
         loop = asyncio.get_running_loop()
@@ -279,10 +279,10 @@ class ReplicaPool:
         now: float,
         among: Set[str] | None = None,
     ) -> Candidates[Replica]:
-        """The replicas that a request can go to, without those it was tried on. model: the one of
-        `apart` that it names, or "". among: the endpoints that it may go to; None for all.
+        """The replicas that a request can go to, without those it was tried on.
 
-        Prefill replicas are among them only if there are no others.
+        model: the one of `apart` that it names, or "". among: the allowed endpoints; None for all.
+        Prefill replicas are included only if there are no others.
         """
         if now >= self._until:
             self._changed()
@@ -300,7 +300,7 @@ class ReplicaPool:
     def _groups(
         self, model: str, adapter: str, now: float, among: Set[str] | None
     ) -> Sequence[Candidates[Replica]]:
-        """The candidates, and those that follow where all of these were tried."""
+        """The candidates, and then further groups for the case that all of them were tried."""
         ready = self._ready_for(model, adapter, among)
         # Where all are in doubt, trying is better than giving up.
         lists = []
@@ -314,7 +314,7 @@ class ReplicaPool:
         return [self._listed(it) for it in dict.fromkeys(lists)]
 
     def _allowed(self, ready: Sequence[Replica], now: float) -> list[Replica]:
-        """Those that are not ejected."""
+        """The replicas that are not ejected."""
         self._until = min([self._until, *(it.breaker.allows_at(now) for it in ready)])
         return [it for it in ready if it.breaker.allows(now)]
 
@@ -406,10 +406,10 @@ class ReplicaPool:
     # for discovery and health checks
 
     def update(self, urls: Set[str]) -> None:
-        """Have the replicas with these URLs, and no others."""
+        """Set the replicas: those with these URLs, and no others."""
         for replica in [it for it in self.replicas if it.name not in urls]:
             log.info("a replica is gone", extra={"facts": replica.facts})
-            # What it has under way goes on; a pod that ends answers it.
+            # Its requests in flight go on; a pod that ends still answers them.
             self.replicas.remove(replica)
             del self.named[replica.name]
             replica.idle.close()
@@ -432,7 +432,7 @@ class ReplicaPool:
         self._check_probed()
 
     def enter(self, replica: Replica, state: State, detail: str, *, anew: bool) -> None:
-        """A replica was probed. anew: whether it has restarted since it was last ready."""
+        """A replica was probed. anew: whether the replica has restarted since it was last ready."""
         known = self.named.get(replica.name) is replica
         if not known or not replica.enter(state, detail, time.monotonic()):
             return
@@ -455,8 +455,8 @@ class ReplicaPool:
             self._changed()
 
     def list_models(self, replica: Replica, names: Sequence[str], adapters: frozenset[str]) -> None:
-        """A replica serves models by these names now, its own first. adapters: those of them that
-        are.
+        """Record the names of a replica's models, its own first. adapters: the names that are
+        adapters'.
         """
         before = replica.model, replica.models, replica.adapters
         replica.list_models(names, adapters)

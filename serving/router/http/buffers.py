@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that the requests of all clients take, and how much of it there is for them."""
+"""The memory that all clients' requests take, and its limits."""
 
 MAX_BODY = 4 * 1024**2
 """Bytes of a body that are awaited before its replica is chosen. The rest is streamed, and such a
@@ -10,7 +10,7 @@ MAX_BODIES = 512 * 1024**2
 MOST_HELD = 4096
 """Requests of a process that wait for a replica at once."""
 MOST_HELD_BYTES = MAX_BODIES // 2
-"""Bytes of their bodies; the rest is for requests under way."""
+"""Bytes of their bodies; the rest is for requests in flight."""
 MAX_HEADS = 256 * 1024**2
 """Bytes of memory that all requests' heads may take; beyond, requests are refused."""
 

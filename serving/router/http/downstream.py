@@ -91,9 +91,11 @@ class Downstream(FlowControl):
         place: Place,
         clients: set["Downstream"],
     ) -> None:
-        """place: its own among the connections. clients: those that are open, itself among them."""
+        """place: its place among the connections. clients: the open connections, including this
+        one.
+        """
         super().__init__()
-        # what all connections share
+        # shared by all connections
         self._dispatch = dispatch
         self._rules = rules
         self._buffers = buffers
@@ -153,7 +155,7 @@ class Downstream(FlowControl):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            cause = error.__context__  # what on_... raised
+            cause = error.__context__  # raised by on_...
             if not isinstance(cause, ServingError):
                 cause = Malformed(NOT_HTTP)
             self._refuse(cause)
@@ -202,7 +204,7 @@ class Downstream(FlowControl):
             self._answering = None
         self._parser = None  # type: ignore[assignment]  # it keeps this connection
 
-    # the parser's side: what is raised here, data_received finds
+    # called by the parser: data_received gets exceptions of these
 
     def on_message_begin(self) -> None:
         if len(self._waiting) >= AHEAD:
@@ -270,7 +272,7 @@ class Downstream(FlowControl):
         if request is not self._request and request not in self._waiting:
             self._waiting.append(request)
 
-    # what is done with requests
+    # handling of requests
 
     def _answer_next(self) -> None:
         """Answer the next request, if one has come, and the answers before were read."""
@@ -398,7 +400,7 @@ class Downstream(FlowControl):
     def abort(self) -> None:
         self.transport.abort()
 
-    # what waits for too long
+    # time limits
 
     def check_timeouts(self, now: float, elapsed: float) -> None:
         """End connections that have waited for too long. elapsed: seconds since the last check."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's request as it was read, and as it is sent on."""
+"""A client's request as it was read, and as it is forwarded."""
 
 import random
 import re
@@ -112,13 +112,13 @@ class Request:
         self.http10 = version == "1.0"
         self.keep_alive = keep_alive and not self.http10
         self.length = int(length) if length.isdigit() and len(length) < 20 else None
-        """Bytes that the body will have, None where the client does not tell."""
+        """Bytes that the body will have, None if the client does not declare them."""
         self.expects = not self.http10 and named.get(b"expect", b"").lower() == b"100-continue"
         """Whether the client keeps the body until it is asked for it."""
         self.caller = ANYBODY
         """Who sends it."""
         self.tenant: str | None = None
-        """Whose it is, None where tenants are not distinguished."""
+        """The sender's tenant, None if tenants are not distinguished."""
         self.refusal = refusal
         """Why it is not answered as the client wants."""
         # body
@@ -129,15 +129,15 @@ class Request:
         self.size = 0
         """Bytes that have come."""
         self.complete = False
-        """Whether all of it has come."""
+        """Whether the body is complete."""
         self.overflowed = False
         """Whether there was no room to hold it until it was complete."""
         self.streamed = False
-        """Whether it is sent on before all of it is here."""
+        """Whether the body is forwarded before it is complete."""
         self.forwarded = False
         """Whether a streamed body was sent on to its end."""
         self._forwarding = False
-        # memory, and what is sent of the head
+        # memory, and the forwarded part of the head
         self._buffers = memory
         self.weight = HEADER * len(headers) + len(target)
         self.weight += sum([len(name) + len(value) for name, value in headers])
@@ -146,8 +146,8 @@ class Request:
         memory.heads += self.weight
 
     def check(self, rules: Rules) -> None:
-        """Raise Malformed where a replica might take it for another's than it is, and TooLarge for
-        a body that will be.
+        """Raise Malformed if a replica might read another tenant or other headers from the request,
+        and TooLarge if its body will be too large.
         """
         tenant = rules.tenant
         if tenant and (count := sum(name == tenant for name, _ in self.headers)) > 1:
@@ -222,7 +222,7 @@ class Request:
 
     @property
     def repeatable(self) -> bool:
-        """Whether all that has come of it is here, to be sent, or sent once more."""
+        """Whether the whole received part is still here, to be sent, or sent again."""
         return not self._forwarding
 
     def head(
@@ -232,10 +232,10 @@ class Request:
         identity: bytes | None = None,
         front: int = 0,
     ) -> bytes:
-        """Its head for a replica, whose host and port are the authority. context: of its trace,
-        instead of the client's. identity: what tells it who sends it, b"" for nothing; None where
-        it reads the client's credentials. front: bytes that are put in front of a body that is not
-        streamed.
+        """Its head for a replica. authority: the replica's host and port. context: headers of the
+        router's trace, instead of the client's. identity: tells the replica who sends the request,
+        b"" for no identity; None if the replica reads the client's credentials. front: bytes that
+        are put in front of a body that is not streamed.
         """
         if identity is None and not front:
             lines = self._head = self._head or self._lines(None, context)

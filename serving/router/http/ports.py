@@ -39,7 +39,7 @@ class Responder(WholeResponder, Protocol):
         """Read no more of the request for now."""
 
     def resume(self) -> None:
-        """Read on: what had come was sent on."""
+        """Read on: the received part was forwarded."""
 
 
 class Answering(Protocol):
@@ -65,7 +65,7 @@ class Answering(Protocol):
 
 
 class Dispatch(Protocol):
-    """Decides what answers a request."""
+    """Decides which part answers a request."""
 
     def __call__(self, responder: Responder, request: Request, /) -> Answering | None:
         """The part that answers the request, not started yet; None if the answer is given or in

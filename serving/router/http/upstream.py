@@ -85,7 +85,7 @@ class IdleConnections:
             connection.drop()
 
     def close(self) -> None:
-        """End all, and those that would wait from now on."""
+        """End all idle connections, and those that would become idle later."""
         self._closed = True
         self.drop()
 
@@ -115,12 +115,12 @@ class Upstream(FlowControl):
 
     def _reset(self, *, head_only: bool) -> None:
         self._head_only = head_only
-        self._head: bytes | None = b""  # what has come of it; None once it was passed on
+        self._head: bytes | None = b""  # its received part; None once it was passed on
         self._headers: dict[bytes, bytes] = {}
         self._status = 0
         self._keep_alive = False
         self._complete = False
-        self._body: list[bytes] = []  # where it is decoded: what is not passed on yet
+        self._body: list[bytes] = []  # if it is decoded: the part that is not passed on yet
 
     def send(
         self,
@@ -143,7 +143,7 @@ class Upstream(FlowControl):
             self.transport.writelines((head, body))
 
     def send_more(self, data: bytes | bytearray, *, complete: bool) -> None:
-        """Send more of the request's body, framed. complete: whether that is the last of it."""
+        """Send more of the request's body, framed. complete: whether this is the last part."""
         self._request_sent = complete
         self.transport.write(data)
 
@@ -250,7 +250,7 @@ class Upstream(FlowControl):
         self._release()
 
     def _release(self) -> None:
-        """Become idle where another request can follow, else end the connection."""
+        """Become idle if another request can follow, else end the connection."""
         over = self._complete and self._request_sent and not self._head_only
         if not (over and self._keep_alive and self._idle):
             self.transport.abort()

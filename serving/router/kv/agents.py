@@ -38,8 +38,8 @@ def of_responses(asked: Mapping[str, Any]) -> Chat:
 
 
 def _add(messages: list[Chat], item: Mapping[str, Any]) -> None:
-    """Add what an item is to the messages before it: what a model has thought, said and called is
-    one message.
+    """Add an item to the messages before it. A model's reasoning, text and calls become one
+    message.
     """
     kind, role = item.get("type", "message"), item.get("role")
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -186,5 +186,7 @@ def _function(tool: Mapping[str, Any]) -> Chat:
 
 
 def _call(number: str, **function: Any) -> Chat:
-    """A call as templates get it, who may make JSON of it: its keys are in vLLM's order."""
+    """A call as templates get it. Its keys are in vLLM's order, because templates may write it as
+    JSON.
+    """
     return {"id": number, "function": function, "type": "function"}

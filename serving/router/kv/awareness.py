@@ -31,7 +31,7 @@ from serving.router.policy.routing_request import RoutingRequest
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""Before a replica's events are followed again where that failed, at first and at most."""
+"""Seconds before a replica's events are followed again after a failure, at first and at most."""
 
 
 class KvAwareness:
@@ -96,7 +96,7 @@ class KvAwareness:
         The body is decoded a second time in a separate process, where templates run.
         """
         if request.path in NOT_GENERATED or request.path in AUDIO_PATHS:
-            return routing_request  # of which nothing is cached
+            return routing_request  # without cached tokens
         if not self._workers.ready.is_set():
             self._fallbacks.labels("tokenizer").inc()
             return routing_request

@@ -40,7 +40,7 @@ QUEUED, QUEUED_LOG = 256, 1_000
 MALFORMED = 100
 """Number of malformed messages after which a replica is followed again, after a pause."""
 AGAIN_S = 0.05
-"""Before a log is read again from where it was found to miss a batch."""
+"""Seconds before a log with a missing batch is read again."""
 PARTS = 8
 """Maximum parts of a message; vLLM's have at most four."""
 
@@ -71,9 +71,10 @@ class SourcesRefused(Exception):
 
 def sources(answer: bytes, host: str) -> dict[int, Source]:
     """A replica's answer to /kv_event_sources, by rank, with its host instead of the wildcard.
+    Empty if it publishes no events, or has no log.
 
-    Empty where it publishes nothing, or without a log. host: IPv6 addresses are in brackets.
-    Raises SourcesRefused for more than RANKS, and for other places than TCP ports of the host.
+    host: IPv6 addresses are in brackets. Raises SourcesRefused for more than RANKS, and for
+    addresses other than TCP ports of the host.
     """
     try:
         by_rank = _read_sources(answer)
@@ -133,7 +134,7 @@ class Follower:
 
     async def _listen(self, rank: int, live: zmq.asyncio.Socket) -> None:
         """Apply events until a batch is missing or no event has come for a while."""
-        in_log = True  # what has come while the log was read
+        in_log = True  # messages that came while the log was read
         while True:
             if not await live.poll(0 if in_log else int(IDLE_S * 1000)):
                 if not in_log:
@@ -151,9 +152,9 @@ class Follower:
             await self._apply(rank, number, content)
 
     async def _caught_up(self, rank: int, source: Source) -> bool:
-        """Apply what the log has after the last batch that is known; whether that was all.
+        """Apply the log's batches after the last one that is known. Returns whether they were all.
 
-        Raises TimeoutError where the log does not answer.
+        Raises TimeoutError if the log does not answer.
         """
         last = self._index.positions.get((self._replica, rank))
         with _socket(zmq.DEALER, source.replay_endpoint) as replay:
@@ -173,11 +174,11 @@ class Follower:
                 if number == _END:
                     return True
                 if last and number != last.number + 1:
-                    return False  # ZeroMQ drops what it cannot queue
+                    return False  # ZeroMQ drops messages that it cannot queue
                 last = await self._apply(rank, number, content)
 
     async def _apply(self, rank: int, number: int, content: bytes) -> Position:
-        # First the position: when the replica is forgotten meanwhile, that is too.
+        # The position comes first: it is forgotten with the replica.
         position = Position(number, hash(content))
         self._index.positions[self._replica, rank] = position
         await self._pause(1)

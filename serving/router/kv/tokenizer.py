@@ -31,12 +31,12 @@ from serving.protocol import (
 from serving.router.kv import agents
 from serving.sources.locate import locate
 
-LARGEST_FILE = 64 * 1024**2  # bytes of what can belong to a tokenizer
+LARGEST_FILE = 64 * 1024**2  # bytes of a tokenizer's files
 
 _INVOCATIONS = re.compile(INVOCATIONS_PATH)
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _CHAT_KEYS = ("documents", "reasoning_effort")
-# Of what is apply_chat_template()'s own, this is also the template's and may come from clients.
+# The arguments of apply_chat_template() that templates also use; clients may set them.
 _GIVEN_ARGUMENTS = {"documents", "add_generation_prompt", "continue_final_message"}
 # Parameters that change the prompt in further ways.
 _CHANGING = ("chat_template", "prompt_embeds", "suffix", "truncate_prompt_tokens")
@@ -149,7 +149,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _least_effort(self) -> str:
-        """The effort that Messages without thinking have: none, where the template knows that."""
+        """The effort for Messages without thinking: `none`, if the template knows that."""
         none, *others = (self._of_effort(effort) for effort in ("none", *_EFFORTS))
         return "low" if none is None or none in others else "none"
 
@@ -215,10 +215,10 @@ def fetch(
     downloads: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Bring a model's tokenizer into a folder. model_id: a folder, an `s3://` prefix or a hub id.
+    """Fetch a model's tokenizer into a folder, without weights. Blocks for seconds.
 
-    Fetches no weights. Blocks for seconds. Raises SourceError or ModelError where the model cannot
-    be had.
+    model_id: a folder, an `s3://` prefix or a hub id. Raises SourceError or ModelError if the model
+    cannot be fetched.
     """
     checkpoint = locate(model_id, environ, revision=revision, downloads=downloads).checkpoint()
     _copy(checkpoint, folder, (*_SUFFIXES, ".py") if trust_remote_code else _SUFFIXES)
@@ -259,7 +259,7 @@ def _message(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
 
 
 def _unbilled(text: str) -> str | None:
-    """A system prompt's text without what Claude Code says in it of its bill."""
+    """A system prompt's text without Claude Code's billing line."""
     if not text.startswith(BILLING):
         return text
     return text.partition("\n")[2] or None
@@ -308,7 +308,9 @@ def _call(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool with the keys of vLLM's class for it, in their order: templates make JSON of it."""
+    """A tool with the keys of vLLM's class for it, in their order, because templates write it as
+    JSON.
+    """
     given = tool["function"]
     function = {"name": given["name"], **{key: given.get(key) for key in _TOOL_KEYS}}
     function |= {key: given[key] for key in _FURTHER_TOOL_KEYS if given.get(key) is not None}

@@ -56,7 +56,7 @@ FIRST_S, LONGEST_S = 1.0, 60.0
 # What the process is given of the environment: no secrets. Models' own code is kept below HF_HOME.
 _ENVIRON = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "HF_HOME")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-# What ends a worker over its request alone: the timers, or the want of memory inside of a library.
+# Signals that end a worker only because of its request: timers, or lack of memory in a library.
 _OVER_ITS_REQUEST = (
     *(signal.SIGPROF, signal.SIGALRM),
     *(signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS),
@@ -177,7 +177,7 @@ def _framed(content: bytes) -> bytes:
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises OSError where a worker says that it will send more than an answer can have."""
+    """Raises OSError if a worker announces more bytes than an answer can have."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > LONGEST_ANSWER:
         raise OSError(f"a tokenizer's answer has {length} bytes")
@@ -196,8 +196,8 @@ def main(folder: str, trusted: str, *connections: str) -> None:
     except Exception as error:  # of transformers, or of code that came with the model
         sockets[0].sendall(_framed(str(error).encode() or b"it cannot be loaded"))
         return
-    _answer(tokenizer, _FIRST)  # loads and compiles what else would cost each worker its first
-    gc.freeze()  # what workers share is not to be copied for the collector's marks
+    _answer(tokenizer, _FIRST)  # loads and compiles now, instead of at each worker's first request
+    gc.freeze()  # else the collector's marks would copy memory that workers share
     workers = {_fork(tokenizer, connection): connection for connection in sockets}
     while True:
         number, status = os.wait()

@@ -20,7 +20,7 @@ EXACT = 32
 ALIKE = 300
 """Loads that differ by less take turns, as policies.NEAR has it."""
 LOOKED_AT = 64
-"""Replicas that are looked at for the least loaded ones, where not all are candidates."""
+"""Replicas that are examined in the search for the least loaded ones, if not all are candidates."""
 TOP = 8
 """Replicas of a key's order that are kept."""
 MOST_KEYS = 10_000
@@ -38,7 +38,7 @@ class Board:
 
     def __init__(self, loads: Iterable[Load]) -> None:
         self._turns = itertools.count()
-        self._listed: dict[Load, tuple[int, int]] = {}  # what its entry begins with
+        self._listed: dict[Load, tuple[int, int]] = {}  # the beginning of its entry
         self._heap: list[tuple[int, int, Load]] = []
         self._lighter: dict[Load, None] = {}
         self._guesses: list[tuple[float, int, Load]] = []
@@ -60,8 +60,8 @@ class Board:
         self._freed.append(load)
 
     def freed(self, since: int) -> tuple[int, list[Load] | None]:
-        """How often a replica got lighter, and the ones that did after so many times. None for all:
-        they were too many to be kept.
+        """The number of times that a replica got lighter, and the replicas that did after the time
+        `since`. None for all: they were too many to be kept.
         """
         start = since - self._first
         return self._first + len(self._freed), self._freed[start:] if start >= 0 else None
@@ -73,8 +73,8 @@ class Board:
             heappush(self._guesses, (at, next(self._turns), load))
 
     def least(self, count: int, among: "Candidates[L]", now: float) -> list[Load]:
-        """So many of the candidates with the least load, or fewer: those that had no turn for
-        longest of those with about the same load.
+        """The candidates with the least load, at most `count`. Among about equal loads, those that
+        had no turn for longest come first.
         """
         while self._guesses and self._guesses[0][0] <= now:
             at, _, load = heappop(self._guesses)
@@ -126,7 +126,7 @@ class Homes:
         self._tops: dict[str, list[str]] = {}
 
     def order(self, key: str) -> Iterator[str]:
-        """All replicas' names, the one first that something with this key belongs to."""
+        """All replicas' names in the order of preference for this key."""
         if (top := self._tops.get(key)) is None:
             if len(self._tops) >= MOST_KEYS:
                 self._tops.clear()
@@ -151,7 +151,7 @@ class Candidates(Sequence[L], Generic[L]):
         """homes: of the fleet that these are of, or of others. board: the fleet's."""
         self._all = loads
         self._names = {it.name: it for it in loads}
-        self._left: Sequence[L] | None = loads  # None where they are not yet listed
+        self._left: Sequence[L] | None = loads  # None if they are not listed yet
         self._without: frozenset[str] = frozenset()
         self._homes = homes or Homes([*self._names])
         self._board = board
@@ -218,9 +218,9 @@ class Candidates(Sequence[L], Generic[L]):
             yield from sorted(some, key=lambda it: it.waiting)[:count]
 
     def has_room(self, requests: int) -> bool:
-        """Whether they can take so many more requests at once.
+        """Whether they can take this number of requests more.
 
-        Of a large fleet only those are looked at that had room, or have become lighter since.
+        In a large fleet, only replicas are looked at that had room, or have become lighter since.
         """
         if self._board is None:
             return sum([it.room for it in self]) >= requests
@@ -243,7 +243,7 @@ class Candidates(Sequence[L], Generic[L]):
 
     @property
     def in_flight(self) -> float:
-        """The mean of requests under way at each, as it was a few choices ago."""
+        """The mean number of requests in flight at each, as of a few choices ago."""
         if self._good_for == 0:
             self._mean = sum([it.in_flight for it in self]) / len(self)
             self._good_for = (len(self) - 1) // EXACT

@@ -52,7 +52,7 @@ class BlockStored(msgspec.Struct, tag=True):
     medium: str | None = None
     lora_name: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     extra_keys: list[list[Any] | None] | None = None
-    """For each block what keeps it apart besides its tokens."""
+    """For each block, the values that keep it apart besides its tokens."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -93,8 +93,8 @@ PLAIN = seed()
 def request_seed(inner: str | None, tenant: str | None, salt: str | None) -> int:
     """The seed of a request's chain.
 
-    inner: what the engine calls the request's adapter. tenant: None where tenants are not
-    distinguished, "" where the header is missing. salt: the body's cache_salt.
+    inner: the engine's name of the request's adapter. tenant: None if tenants are not
+    distinguished, "" if the header is missing. salt: the body's cache_salt.
     """
     return seed(*(key for key in (inner, digest(tenant, salt, inner)) if key))
 
@@ -130,7 +130,7 @@ class _Engines:
 
     def store(self, key: int, bit: int) -> None:
         """An engine has a block."""
-        # The number itself where there is no other: nothing is made for that.
+        # The number itself if it is the only one: this saves an object.
         self.holders[key] = others | bit if (others := self.holders.get(key)) else bit
 
     def evict(self, key: int, bit: int) -> None:
@@ -329,8 +329,8 @@ class KvIndex:
         )
 
     def holders(self, blocks: Blocks) -> Iterator[Collection[str]]:
-        """The replicas whose engines have something of the prompt: those that have most of it, and
-        those that have half of that, a quarter, and so on, each time that they are others.
+        """The replicas whose engines have a part of the prompt: those with the largest part, and
+        those with half of it, a quarter, and so on, each group once.
         """
         holders = self._engines.holders
         for chain in blocks.values():
@@ -343,8 +343,8 @@ class KvIndex:
                 known //= 2
 
     def in_memory(self, replica: str, blocks: Blocks) -> int | None:
-        """How many of a prompt's first tokens the replica's memory tier has; the prompt is one
-        without tenant, salt and adapter. None where the replica reports nothing of its memory.
+        """The number of a prompt's first tokens in the replica's memory tier; the prompt must have
+        no tenant, salt and adapter. None if the replica does not report its memory.
         """
         reports = [it.memory for it in self._ranks.get(replica, {}).values() if it.memory.size]
         if not reports:

@@ -8,8 +8,8 @@ from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 
 LONGER = 2.0
-"""How many times what an idle replica takes to compute the prompt it may wait at a replica that
-prefills, beyond its wait at the one that answers.
+"""Limit of the additional wait at a prefill replica, beyond the wait at the answering replica, as a
+multiple of an idle replica's time to compute the prompt.
 """
 
 
@@ -20,9 +20,8 @@ def prefills(
     prefilling: Sequence[Load],
     now: float,
 ) -> Choice | None:
-    """The replica to compute the prompt first, of those that prefill, at least one. None where the
-    one that answers would be done so much sooner that it had better compute it itself. decoding:
-    that one.
+    """The replica that computes the prompt first. None if the answering replica would be done much
+    sooner. decoding: the answering replica. prefilling: prefill replicas, at least one.
     """
     choice = policy.choose(request, prefilling, now)
     uncached = request.tokens - decoding.held.tokens

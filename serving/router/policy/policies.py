@@ -18,8 +18,8 @@ from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import NOTHING, NOWHERE, Held, Reach
 
-# What waiting costs, in prompt tokens that could be computed in the time. The figures are those
-# that did best in scripts/dev simulate; where others do as well, it says so.
+# Costs of waiting, in prompt tokens that could be computed in the time. The figures are those
+# that did best in scripts/dev simulate; equally good ones are named.
 UNCACHED = 2
 """Cost of each prompt token to compute, relative to a token to load. A computed token counts once
 for the waiting time and once for the tokens that it evicts. With 1, documents are computed on every
@@ -39,10 +39,10 @@ adapters wait for their replica while others have nothing to do.
 MOST_ADAPTERS = 1_000
 """Adapters that one replica is taken to have, at most: clients can make names up."""
 LEAST, HOLDERS, REACHES, SOME = 4, 4, 8, 8
-"""A fleet of more than candidates.EXACT replicas is measured at LEAST replicas with the least load,
-at HOLDERS replicas with the adapter, and at as many for each of up to REACHES lengths of known
-parts of the prompt, of which each is about half of the one before. Holders are the least loaded of
-SOME.
+"""A fleet of more than candidates.EXACT replicas is measured at LEAST replicas with the least load
+and at HOLDERS replicas with the adapter. It is also measured at HOLDERS replicas for each of up to
+REACHES lengths of the prompt's known part, each about half of the one before. Holders are the least
+loaded of SOME.
 """
 BOUND = 1.25
 """A session stays where it belongs while that replica has at most this many times the mean of
@@ -157,7 +157,9 @@ class _Cheapest:
         return found.values()
 
     def holders(self, request: RoutingRequest) -> Iterator[Collection[str]]:
-        """The names of replicas that have something of the prompt: first those that have most."""
+        """The names of replicas that have a part of the prompt, those with the largest part
+        first.
+        """
         return iter(())
 
     def reach(self, request: RoutingRequest, replica: str, now: float) -> Reach:
@@ -186,7 +188,7 @@ class _Cheapest:
             del self._having[adapter]
 
     def _has(self, replica: Load, adapter: str) -> bool:
-        """Whether the replica has the adapter, most likely: it is of those that were used last."""
+        """Whether the replica most likely has the adapter: it is one of those used last."""
         used = self._adapters.get(replica.name, OrderedDict())
         while len(used) > replica.adapter_slots:
             self._unload(used.popitem(last=False)[0], replica.name)
@@ -203,7 +205,7 @@ def _some(names: Collection[str]) -> Sequence[str]:
 
 
 class PrefixAware(_Cheapest):
-    """The cheapest, where what a replica was sent before counts as cached."""
+    """The cheapest replica, if the prompts that a replica was sent before count as cached."""
 
     def __init__(self, index: PrefixIndex) -> None:
         super().__init__()
@@ -239,7 +241,9 @@ class Blocks(Protocol):
         """
 
     def holders(self, blocks: Mapping[int, Sequence[int]]) -> Iterator[Collection[str]]:
-        """The replicas whose engines have something of the prompt: first those that have most."""
+        """The replicas whose engines have a part of the prompt, those with the largest part
+        first.
+        """
 
     def expect(self, replica: str, blocks: Mapping[int, Sequence[int]], now: float) -> None:
         """The replica is about to compute these blocks."""
@@ -249,7 +253,7 @@ class Blocks(Protocol):
 
 
 class KvAware(PrefixAware):
-    """The cheapest, where what a replica has in its caches by its own account counts as cached.
+    """The cheapest replica, by the replicas' own reports of their caches.
 
     If a request has no tokens, or a replica's cache is unknown, it falls back to PrefixAware, which
     therefore always learns. The same holds for unreported caches: disks and shared stores, and

@@ -39,8 +39,8 @@ class Width(NamedTuple):
 
 
 WIDTHS = Width(0, 0, CHUNK), Width(8_192, 16, 2_048), Width(65_536, 44, 8_192)
-"""A chain of 256 KB has 67 links instead of 500. The known part of a prompt is short of what was
-sent by less than one link: by a quarter at most, and from 64 KiB on by an eighth.
+"""A chain of 256 KB has 67 links instead of 500. The known part of a prompt is less than one link
+shorter than the sent part: by a quarter at most, and from 64 KiB on by an eighth.
 """
 NEAR, MIDDLE, FAR = WIDTHS
 
@@ -83,7 +83,7 @@ class _Run:
         self.start = start
         self.before = before
         self.holders: dict[_Caches, _Part] = {}
-        """The caches that have a part of it."""
+        """The caches that have a part of the run."""
 
     def tokens(self, begin: int, end: int) -> int:
         """Tokens of its links between these."""
@@ -146,7 +146,9 @@ class _Caches:
             front.move_to_end(run)
 
     def shrink(self) -> Iterator[_Run]:
-        """Evict what there is no room for. Yields the runs that it has no more of."""
+        """Evict the surplus over each cache's size. Yields the runs that have left all its
+        caches.
+        """
         for level in range(LEVELS):
             while (surplus := self.counts[level] - self.sizes[level]) > 0:
                 yield from self._drop(level, surplus)
@@ -260,11 +262,11 @@ class PrefixIndex:
         return Reach(covered(engine), covered(memory), covered(disk), covered(shared))
 
     def holders(self, chain: Sequence[int]) -> Iterator[list[str]]:
-        """The replicas that have something of a prompt: first those that have most of it, then all
-        that have at least half as much, and so on.
+        """The replicas that have a part of a prompt: first those with the largest part, then all
+        with at least half as much, and so on.
 
-        Who has a run has all runs before it. So each replica is in a group of which all have at
-        least half of what it has.
+        A replica with a run has all runs before it. So each replica is in a group whose members
+        have at least half of its part.
         """
         groups: list[tuple[int, _Run]] = []  # each larger than those before
         for run, count in self._path(chain):

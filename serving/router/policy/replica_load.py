@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests under way at one replica, and their cost for the next request."""
+"""The requests in flight at one replica, and their cost for the next request."""
 
 import dataclasses
 import math
@@ -49,11 +49,11 @@ class Load:
 
     name: str
     in_flight: int = 0
-    """Requests under way."""
+    """Requests in flight."""
     queued: int = 0
     """Their remaining work, in prompt tokens to compute."""
     context: int = 0
-    """Prompt tokens of all requests under way."""
+    """Prompt tokens of all requests in flight."""
     prices: Prices = DEFAULT_PRICES
     """The prices of loads from its tiers."""
     adapter_slots: int = ADAPTERS
@@ -61,10 +61,10 @@ class Load:
     prefill_rate: float = PREFILL_RATE
     """Prompt tokens that its engine computes in a second."""
     slots: int = 0
-    """Requests that it serves at once; 0 if it does not say."""
+    """Requests that it serves at once; 0 if it does not report them."""
     refuses: bool = False
     """Whether it took no connection, or answered 503, since it was last asked or answered."""
-    # When the prompts of requests will be computed, where that can only be guessed.
+    # Guessed times at which queued prompts will be computed.
     _guessed: dict[Work, float] = dataclasses.field(default_factory=dict, init=False)
     board: "Board | None" = dataclasses.field(default=None, init=False)
     """The board that lists it by its load."""
@@ -123,7 +123,7 @@ class Load:
         self.computed(work)
 
     def settle(self, now: float) -> None:
-        """Take for computed what should be by now."""
+        """Count prompts as computed that should be by now."""
         while (at := self.settles_at) is not None and at <= now:
             work = next(iter(self._guessed))
             del self._guessed[work]

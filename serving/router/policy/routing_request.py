@@ -62,7 +62,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     plain: bool = False
     """Whether its blocks are those of requests without a tenant, salt or adapter."""
     model: str = ""
-    """The model that it names, where not all replicas serve that; else ""."""
+    """The model that it names, if only some replicas serve that; else ""."""
     adapter: str = ""
     """The LoRA adapter, or ""."""
     salt: str | None = None

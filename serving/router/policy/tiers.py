@@ -98,11 +98,11 @@ class Capacity:
     """
 
     engine: int | None = None
-    """None where the replica does not say."""
+    """None if the replica does not report it."""
     memory: int = 0
     disk: int = 0
     shared: int | None = None
-    """None where its size is unknown."""
+    """None if its size is unknown."""
     store: str = ""
     """The name of the shared store and its model, the same on all replicas; "" without a store."""
     pool: str = ""

@@ -49,7 +49,7 @@ _SAME = frozenset(
         *("skip_special_tokens", "spaces_between_special_tokens", "session_id"),
     )
 )
-"""Keys that mean the same for the rest of a greedy answer as for all of it."""
+"""Keys with the same meaning for the rest of a greedy answer as for the whole answer."""
 _OTHERS = frozenset(
     (
         *("tools", "functions", "return_token_ids", "echo", "suffix", "use_beam_search"),
@@ -85,7 +85,7 @@ def continuation(path: str, body: bytes) -> "Continuation | None":
         asked.get("stream") is not True
         or not (greedy or isinstance(asked.get("seed"), int))
         or any(asked.get(key) for key in _OTHERS)
-        or asked.get("logprobs", False) is not False  # 0 asks for some, too
+        or asked.get("logprobs", False) is not False  # 0 asks for some as well
         or "prompt_logprobs" in asked
         or asked.get("n", 1) != 1
         or asked.get("best_of", 1) != 1
@@ -108,7 +108,7 @@ def _is_tokens(prompt: Any) -> bool:
 
 
 def _is_text(messages: Any) -> bool:
-    """Whether a prompt's tokens are all there is of it."""
+    """Whether a prompt consists of text only, so that its tokens describe it completely."""
     if not isinstance(messages, list):
         return False
     parts = [
@@ -132,7 +132,7 @@ class Continuation:
             body = _encode(keys | {"return_token_ids": True})
         self._asked = asked
         self._first = path, body
-        # what is asked now
+        # the current request
         self.path, self.body = path, body
         self._continues = False  # whether the client has the beginning already
         self._given = 0  # tokens of the answer that the replica was given
@@ -142,7 +142,7 @@ class Continuation:
         self._followed = False  # whether its events are read
         self._incoming = bytearray()  # the beginning of an event
         self.complete = False
-        """Whether all of it has come."""
+        """Whether the stream is complete."""
         self.broken = False
         """Whether it has failed: the replica reports a failure, or its answer differs from the
         earlier one.
@@ -152,7 +152,7 @@ class Continuation:
         # the answer so far
         self._over = False  # whether it is not to be continued
         self._resumable = resumable
-        self._stamp: dict[str, Any] = {}  # what all events have
+        self._stamp: dict[str, Any] = {}  # fields of all events
         self._has_role = self._has_reason = self._has_usage = False
         self._prompt = array("I")
         self._tokens = array("I")
@@ -239,7 +239,9 @@ class Continuation:
         return b"data: %b\n\n" % _encode(found) if wanted and not self.broken else b""
 
     def _read(self, event: dict[str, Any]) -> bool:
-        """Keep what an event says, and make it one of the client's stream. Whether it is new."""
+        """Record an event, and turn it into one of the client's stream. Returns whether it is new
+        to the client.
+        """
         self._stamp = self._stamp or {key: event[key] for key in _STAMP}
         event |= self._stamp
         if usage := event.get("usage"):
@@ -270,8 +272,8 @@ class Continuation:
         return new and not again and bool(delta)
 
     def _keep(self, delta: dict[str, Any], tokens: list[int] | None) -> bool:
-        """Keep a piece of the answer, and leave in it what the client does not have. Whether
-        anything is left, or nothing was there.
+        """Record a piece of the answer, and remove the part that the client already has. Returns
+        whether a part is left, or the piece was empty.
         """
         texts = {key: delta[key] for key in _TEXTS if delta.get(key)}
         for key, text in texts.items():
@@ -317,10 +319,12 @@ class Continuation:
         self._prompt, self._tokens = array("I"), array("I")
         self._texts.clear()
 
-    # where its replica fails
+    # after a failure of its replica
 
     def resume(self) -> bool:
-        """Make `path` and `body` those of a request for the rest. Whether there is one."""
+        """Set `path` and `body` to a request for the rest. Returns whether a rest can be
+        requested.
+        """
         if self._over or not self._followed:
             return False
         resumes = self._resumable and self._whole[0] and self._prompt and not self._has_reason

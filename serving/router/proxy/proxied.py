@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's way: to a replica, to another where that helps, and its answer to the client."""
+"""The path of one request: to a replica, to another if that helps, and its answer back to the
+client.
+"""
 
 import asyncio
 import time
@@ -29,7 +31,7 @@ after all the work that a replica has put into it in vain, the next one would do
 STOPPED_S = 5.0
 """A stream without a byte for this many seconds has stopped, if its replica is down as well."""
 
-# Of an answer's head: what is not passed on. The request's id is put there for all answers.
+# Lines of an answer's head that are not passed on. All answers get the request's id there.
 _DROPPED_1_0 = HOP_BY_HOP | {REQUEST_ID}
 _DROPPED = _DROPPED_1_0 - {b"transfer-encoding"}
 
@@ -51,8 +53,8 @@ class ProxiedRequest:
         inference: bool,
         ended: Callable[["ProxiedRequest"], None],
     ) -> None:
-        """inference: whether the strategy chooses its replica. ended: is called once, when nothing
-        of it is left to do.
+        """inference: whether the strategy chooses its replica. ended: is called once, when all its
+        work is done.
         """
         # client
         self._responder = responder
@@ -79,7 +81,7 @@ class ProxiedRequest:
         # time
         self._began = self._progress_at = time.monotonic()
         self._first_byte_at: float | None = None
-        # trace, where there is one
+        # trace, if there is one
         self._trace = routing.trace(request)
         self._choosing: Span | None = None
         self._attempt: Span | None = None
@@ -91,7 +93,7 @@ class ProxiedRequest:
             self._read()
 
     async def _take(self) -> None:
-        """Hold whoever sends it to their limits."""
+        """Apply the sender's limits."""
         try:
             self._taken = await self._routing.limiter.take(self._request.caller)
         except RateLimited as error:
@@ -138,7 +140,9 @@ class ProxiedRequest:
             self._fail(errors.unforeseen())
 
     def _is_held(self) -> bool:
-        """Whether all of it is here, for any replica, and its answer can be framed here."""
+        """Whether the whole request is here, can go to any replica, and its answer can be framed
+        here.
+        """
         request = self._request
         return not (request.streamed or request.http10 or SESSION_ID in request.named)
 
@@ -165,7 +169,9 @@ class ProxiedRequest:
         self._choose(self.placement.trouble())
 
     def _choose(self, failure: ServingError | None = None) -> None:
-        """Send it to the best replica that was not tried. failure: what the one before did."""
+        """Send it to the best replica that was not tried. failure: the failure of the previous
+        replica.
+        """
         if replica := self.placement.choose_prefilling(fetching=True):
             self._prefilling = True
             if self._trace:
@@ -181,7 +187,7 @@ class ProxiedRequest:
             self._spawn(self._look)
 
     async def _prefill(self) -> None:
-        """Have its replica compute the prompt for the one that will answer."""
+        """Let its prefill replica compute the prompt for the answering replica."""
         end = await self.placement.prefill(self._request, self._context())
         self._pending = None
         self._prefilling = False
@@ -392,7 +398,7 @@ class ProxiedRequest:
         return True
 
     def _try_elsewhere(self, status: int) -> None:
-        """Another replica is to answer than the one that has, with this status."""
+        """Let another replica answer, after this status of the current one."""
         self._upstream = None  # it looks after itself
         self._leave_replica()
         self._end_attempt(status)
@@ -463,7 +469,7 @@ class ProxiedRequest:
 
     def check_timeouts(self, now: float) -> None:
         """End it if it has waited for too long."""
-        if self._prefilling or self.placement.waiting:  # which have limits of their own
+        if self._prefilling or self.placement.waiting:  # which have separate limits
             return
         waited = now - self._progress_at
         timeouts = self._routing.timeouts
@@ -478,7 +484,7 @@ class ProxiedRequest:
                 self._break_off()
 
     def look(self) -> None:
-        """Have it known how long it has waited for its replica."""
+        """Update how long it has waited for its replica."""
         if self._paused or not self._request.complete:
             self.placement.waits_since = None
         elif self.begun:
@@ -560,7 +566,7 @@ def _passed_on(head: bytes, headers: dict[bytes, bytes], dropped: frozenset[byte
     if dropped.isdisjoint(headers):
         return [head]
     named = {name.strip().lower() for name in headers.get(b"connection", b"").split(b",")}
-    dropped = dropped | (named - FRAMING)  # which its body has as it was
+    dropped = dropped | (named - FRAMING)  # the body keeps its framing
     return [
         line
         for line in head.split(b"\r\n")

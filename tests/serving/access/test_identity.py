@@ -101,3 +101,15 @@ def test_a_name_is_believed_of_who_has_the_secret_and_our_challenge():
         assert router.name_of(wrong, challenge) == ""
     for odd in (b"", b"a" * 33, b"A" * 32, b"0" * 31 + b"\n", b"\xff" * 32, b"0" * 100_000):
         assert Signer(SECRET).introduced(odd) is None
+
+
+def test_old_identities_are_forgotten(monkeypatch):
+    """A router makes new ones every few seconds, for as long as it runs."""
+    now = time.time() - 20 * identity.RENEWED_S
+    monkeypatch.setattr(identity.time, "time", lambda: now)
+    router, server = Signer(SECRET), Signer(SECRET, NAME)
+    for _ in range(20):
+        now += identity.RENEWED_S
+        assert server.caller(router.signed(WHO, (NAME,))) == WHO
+    assert router._signed.cache_info().currsize == 1
+    assert server._read.cache_info().currsize == 1

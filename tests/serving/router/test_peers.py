@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process of a router tells the others."""
+"""The messages from one process of a router to the others."""
 
 import pytest
 

@@ -21,6 +21,7 @@ from tests.serving.router.conftest import (
     FakeReplica,
     Routed,
     chunk,
+    close,
     routing,
     sends,
     whole,
@@ -783,7 +784,7 @@ async def test_a_client_that_is_not_read_is_not_called_slow(monkeypatch):
         assert (await reader.readuntil(b"all of it")).startswith(b"HTTP/1.1 200 ")
         writer.close()
         replica.port = port
-        late.close()
+        await close(late)
 
 
 async def test_nobody_keeps_others_out_with_connections_alone(monkeypatch):

@@ -17,12 +17,13 @@ from tools.routing_sim.workloads import unshared
 
 STRATEGY = "prefixaware"
 OTHERS, SHARE = 4, 0.1
-"""Tenants that are not noisy, and the load of each as a share of what the fleet can do."""
+"""Quiet tenants, and the load of each as a share of the fleet's capacity."""
 LOADS = (0.6, 1.1)
-"""Of all together, as such shares."""
+"""The loads of all tenants together, as such shares."""
 NOISY = "noisy"
 SLOTS = SEATS * 5 // 4, SEATS * 17 // 16, SEATS
-"""Of a replica: as a server reports them, what its engine runs and a quarter more; and fewer."""
+"""Slots of a replica: the reported number, which is a quarter more than its engine runs, and
+fewer."""
 COLUMNS = ("", "load", "P50", "P90", "P99", "noisy P90", "reqs/s", "P90/alone")
 
 
@@ -46,7 +47,7 @@ def tenants(rng: random.Random, load: float, *, share: float, alone: bool) -> It
 
 
 def simulate(case: Case, seed: int = 0) -> Result:
-    """Requests that have not begun at the end count with what they have waited by then."""
+    """Requests that have not begun at the end count with their waiting time until then."""
     fleet = Fleet(case, STRATEGY, seed)
     fleet.run()
     began = case.seconds * WARM_UP

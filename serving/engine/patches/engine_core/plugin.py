@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slipway as a plugin of vLLM's: what its processes have patched when they begin.
+"""Slipway as a plugin of vLLM's: it applies patches at the start of vLLM's processes.
 
-vLLM finds it by slipway.dist-info, beside the package `serving`, and calls `load` in the server's
-process, in the engine core's and in each worker's. It does nothing where no server of Slipway's has
-asked for it, as in plain vLLM that happens to find it.
+vLLM finds the plugin by slipway.dist-info, beside the package `serving`. It calls `load` in the
+server's process, in the engine core's and in each worker's. `load` does nothing unless a server of
+Slipway's has asked for it; plain vLLM may also find the plugin.
 """
 
 import os
@@ -22,9 +22,10 @@ _loaded = False
 
 
 def want(environ: MutableMapping[str, str], *, adapters: bool) -> None:
-    """Have the processes of the engine patched that is about to start: for adapters, or not.
+    """Choose the patches for the processes of the engine that is about to start: with adapters, or
+    without.
 
-    Raises Unfit where vLLM would not find the plugin.
+    Raises Unfit if vLLM would not find the plugin.
     """
     environ.pop(_WANTED, None)
     if not adapters:
@@ -51,7 +52,7 @@ def load() -> None:
 
 
 def require() -> None:
-    """Raise Unfit where vLLM should have called `load` in this process by now, and has not."""
+    """Raise Unfit if vLLM has not called `load` in this process, although it should have by now."""
     if os.environ.get(_WANTED) and not _loaded:
         raise Unfit(
             "vLLM has not loaded Slipway's plugin, without which adapters could be mixed up"

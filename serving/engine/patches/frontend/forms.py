@@ -41,7 +41,7 @@ def models() -> tuple[Any, ...]:
 
 
 def read_as_one_form(model: Any) -> None:
-    """Have a model read its values as one form. May be called again."""
+    """Make a model read its values as one form. May be called again."""
     # FastAPI takes the schema for the model's own, too, where it makes its routes.
     schema = _read_once(model.__pydantic_core_schema__)
     setattr(model, "__pydantic_validator__", SchemaValidator(schema))  # noqa: B010
@@ -77,7 +77,7 @@ def _schemas(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _forms(choices: list[Any], known: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Types → the schemas of values that have them. None where a value need not have one."""
+    """Types → the schemas of values that have them. Empty if a value need not have a type."""
     found: dict[str, list[Any]] = {}
     for choice in _flat(choices, known):
         names = _types(_schema(choice), known)

@@ -29,7 +29,7 @@ def _put_bounds(_: Context) -> None:
             return super(Bounded, unbounded).build_tok_params(model)
 
     forms.read_as_one_form(Bounded)
-    serving.ChatCompletionRequest = Bounded  # by which it makes each chat of a message
+    serving.ChatCompletionRequest = Bounded  # makes each chat from messages
 
 
 def _put_tools(context: Context) -> None:
@@ -67,7 +67,7 @@ def _put_calls(_: Context) -> None:
 
 
 def _as_object(arguments: str) -> str:
-    """A call's arguments as a JSON object: of a call that was cut off, what there is of it."""
+    """A call's arguments as a JSON object. For a call that was cut off, the existing part."""
     try:
         found = partial_json_parser.loads(arguments)
     except ValueError:  # there is nothing yet

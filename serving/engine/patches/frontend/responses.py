@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of Responses are those of the same chat."""
+"""A request of Responses gets the prompt of the same chat."""
 
 import dataclasses
 from functools import wraps

@@ -66,7 +66,7 @@ def install(client: Any, calls: Mapping[str, InFlight]) -> None:
 
 
 class Processor(OutputProcessor):  # type: ignore[misc]  # vLLM is not type-checked
-    """vLLM's, which tells calls of their requests."""
+    """vLLM's processor, which reports each request's outputs to its call."""
 
     canary: Canary | None = None
 
@@ -181,8 +181,8 @@ class Texts:
 
 
 class ChosenLogprobs(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not type-checked
-    """Keeps each chosen token's log probability alone, as a number. vLLM makes objects of all that
-    the engine sends, and a text for each.
+    """Keeps only each chosen token's log probability, as a number. vLLM makes objects of all values
+    from the engine, and a text for each.
     """
 
     @classmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pool of many replicas keeps, until it changes."""
+"""The lists that a pool of many replicas keeps until it changes."""
 
 import pytest
 

@@ -674,7 +674,7 @@ def test_a_connection_with_half_a_request_on_it_is_not_used_again(world):
         writer.close()
         await world.serves()
         await until_async(lambda: seen == [body])
-        early.close()
+        await close(early)
 
     world.run(work())
 

@@ -114,8 +114,9 @@ HOLDING = st.tuples(st.integers(0, 7), st.lists(st.integers(0, 2), min_size=1, m
     st.integers(1, 12),
 )
 def test_no_choice_among_some_is_much_worse_than_the_best_of_all(holding, queued, parts, size):
-    """By no more than half of what the best has of the prompt, besides what is taken for equal:
-    for every choice, where as many replicas as are looked at have something of it.
+    """The regret is at most half of the best replica's known part of the prompt, besides the
+    difference that counts as equal. This holds for every choice if all replicas with a part of the
+    prompt are looked at.
     """
 
     def prompt(parts):
@@ -199,7 +200,7 @@ class Looked(Load):
 
 
 class Step(NamedTuple):
-    """What happens to one replica: its number, and the name of a method of Fleet."""
+    """An event at one replica: its number, and the name of a method of Fleet."""
 
     number: int
     what: str

@@ -269,7 +269,7 @@ def test_the_longest_common_beginning_is_found():
 
 @given(st.integers(0, 2 * FAR.begin), st.integers(0, 2 * FAR.begin))
 def test_links_are_wider_further_out(size, change):
-    """What is known of a prompt is short by less than one link, wherever it changes."""
+    """The known part of a prompt is less than one link too short, wherever the prompt changes."""
     text = b"a" * size
     links = chain(text, "")
     assert len(links) == within(size // 4)
