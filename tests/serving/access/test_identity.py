@@ -106,7 +106,7 @@ def test_a_name_is_believed_of_who_has_the_secret_and_our_challenge():
 def test_old_identities_are_forgotten(monkeypatch):
     """A router makes new ones every few seconds, for as long as it runs."""
     now = time.time() - 20 * identity.RENEWED_S
-    monkeypatch.setattr(identity.time, "time", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
     router, server = Signer(SECRET), Signer(SECRET, NAME)
     for _ in range(20):
         now += identity.RENEWED_S

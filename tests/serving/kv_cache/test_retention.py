@@ -218,6 +218,7 @@ def test_a_hint_has_the_intent_and_no_more_than_the_operator_allows():
     intent = CacheIntent(session="5" * 32, seconds=7200, final=True)
     told = retention_hint.told(intent, "alice", 3600)
     found = retention_hint.read({**told, "lmcache.other": 1})
+    assert found
     assert found == RetentionHint(tenant=found.tenant, session="5" * 32, seconds=3600, final=True)
     assert "alice" not in str(told)
     assert retention_hint.told(intent, "alice", 0) == {}

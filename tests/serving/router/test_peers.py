@@ -13,6 +13,15 @@ pytestmark = pytest.mark.anyio
 LONG = "word " * 1000
 
 
+@pytest.fixture
+def ends():
+    """Both ends of the link between two processes."""
+    found = links(2)
+    yield found
+    for sock in {it for end in found for it in (end.inbox, *end.outboxes)}:
+        sock.close()
+
+
 def begins(name):
     """An answer that says that a session has begun or ended."""
 
@@ -23,8 +32,8 @@ def begins(name):
     return answer
 
 
-async def test_what_begins_and_ends_in_one_process_does_so_in_the_others():
-    here, there = links(2)
+async def test_what_begins_and_ends_in_one_process_does_so_in_the_others(ends):
+    here, there = ends
     async with routing(2, link=here) as one:
         urls = ",".join(it.url for it in one.fleet)
         async with routing(0, wait=False, link=there, router_replicas=urls) as other:
@@ -46,9 +55,9 @@ async def test_what_begins_and_ends_in_one_process_does_so_in_the_others():
             await until_async(lambda: not known.affinity.replica(session))
 
 
-async def test_what_replicas_have_is_not_kept_where_they_are_unknown():
+async def test_what_replicas_have_is_not_kept_where_they_are_unknown(ends):
     """A replica can be gone here while the other process still sends requests to it."""
-    here, there = links(2)
+    here, there = ends
     async with routing(2, link=here) as one:
         urls = one.fleet[0].url
         async with routing(0, wait=False, link=there, router_replicas=urls) as other:

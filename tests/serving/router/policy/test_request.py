@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from serving.cache_hints.intent import digest
+from serving.cache_hints.intent import CONVERSATION_S, digest
 from serving.protocol import ADAPTER_ID, CLASSIFY, EMBEDDINGS, PAIRS_PATHS, POOLING
 from serving.router.policy.prefix_index import CHUNK
 from serving.router.policy.routing_request import LONGEST_ADAPTER, RequestReader
@@ -175,7 +175,7 @@ def test_every_strategy_knows_the_sessions_of_agents(strategy):
     headers = {b"x-claude-code-session-id": b"p", b"x-claude-code-agent-id": b"s"}
     found = asked(agents.claude("Hi"), headers, RequestReader(strategy, None, ()).read)
     assert found.session == found.intent.session == digest(None, "s")
-    assert (found.intent.parent, found.intent.seconds) == (digest(None, "p"), 300)
+    assert (found.intent.parent, found.intent.seconds) == (digest(None, "p"), CONVERSATION_S)
 
 
 URL = "data:image/png;base64," + "A" * 400_000
