@@ -551,14 +551,20 @@ def ports(machine: Machine) -> Ports:
     return Ports(*machine.ports[: len(Ports._fields)])
 
 
+EVENTS = 4096
+"""Events of a cache server that a router can read again after a lost connection. An event has the
+tokens of a chunk, so these take about 40 MiB with chunks of 256 tokens. LMCache keeps 32,768.
+"""
+
+
 def server_arguments(
-    tiers: Tiers, machine: Machine, disk_store: str, servers: int = 1
+    tiers: Tiers, machine: Machine, disk_store: str, *, servers: int = 1, events: bool = False
 ) -> list[str]:
     """Return the command line of `lmcache`. Its ports are only open to this machine.
 
     disk_store: the path of the class for the disk tier's files, as `module.Class`. servers: the
-    number of servers that it serves. Sizes are in GiB, which LMCache calls GB
-    (`size_gb * (1 << 30)` in its configuration).
+    number of servers that it serves. events: whether a router follows them. Sizes are in GiB, which
+    LMCache calls GB (`size_gb * (1 << 30)` in its configuration).
     """
     engine, http, prometheus = ports(machine)
     arguments = [
@@ -572,6 +578,7 @@ def server_arguments(
         f"--l1-size-gb={tiers.l1 / GIB:.10g}",
         f"--eviction-policy={tiers.eviction}",
         f"--l2-prefetch-policy={POLICY}",
+        f"--kv-event-log-size={EVENTS if events else 0}",
     ]
     if machine.gpus and tiers.l1 >= GIB:
         # LMCache allocates this much of the pool at its start, and the rest when needed; only

@@ -111,7 +111,9 @@ class Plan:
     def cache_command(self, tiers: Tiers) -> list[str]:
         """Return the command line of `lmcache` for these tiers: the planned or the actual ones."""
         return kv_tiers.server_arguments(
-            tiers, self.machine, self.parts.disk_store, servers=self.parallelism.servers
+            *(tiers, self.machine, self.parts.disk_store),
+            servers=self.parallelism.servers,
+            events="kv_events_config" in self.options,
         )
 
 

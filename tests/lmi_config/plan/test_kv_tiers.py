@@ -126,6 +126,20 @@ def test_a_chunk_is_a_multiple_of_the_engines_block(environ, gpus, chunk):
     assert planned({**AUTO, **environ}, machine(gpus=gpus)).tiers.chunk_size == chunk
 
 
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 0),
+        ({"OPTION_KV_EVENTS": "true"}, kv_tiers.EVENTS),
+        ({"OPTION_KV_EVENTS_CONFIG": '{"enable_kv_cache_events":true}'}, kv_tiers.EVENTS),
+    ],
+)
+def test_the_cache_server_keeps_events_if_somebody_follows_them(environ, size):
+    """An event has the tokens of a chunk: LMCache's 32,768 take 300 MiB that no plan counts."""
+    found = planned({**AUTO, **environ}, machine(gpus=1)).cache_server
+    assert f"--kv-event-log-size={size}" in found
+
+
 def test_the_cache_servers_command_line():
     found = planned({**AUTO, "OPTION_KV_L2_URL": "redis://:hush@cache"}, machine(gpus=1))
     assert list(found.cache_server) == [
@@ -139,6 +153,7 @@ def test_the_cache_servers_command_line():
         "--l1-size-gb=224.625",
         "--eviction-policy=LRU",
         "--l2-prefetch-policy=slipway",
+        "--kv-event-log-size=0",
         "--l1-init-size-gb=20",
         "--l2-store-policy=slipway",
         '--l2-adapter={"type":"native_plugin","module_path":"our",'
