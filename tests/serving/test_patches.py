@@ -192,47 +192,72 @@ def test_a_cache_server_that_would_tell_of_tenants_does_not_start():
     assert done.returncode == 1
     assert re.search(
         r"Unfit: salted_events does not fit LMCache \d.*KVEventModule\._record_kv_event",
-        done.stderr,
+        done.stdout,
     )
 
 
 LOADED = """
 import os, sys
-from serving.engine.patches.engine_core import plugin
-plugin.want(os.environ, adapters=sys.argv[1] == "adapters")
-from vllm.plugins import load_general_plugins
+from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.worker_manager import WorkerLoRAManager
-if sys.argv[2] == "renamed":
-    del WorkerLoRAManager._load_adapter
-if sys.argv[2] == "changed":
-    from vllm.lora.ops.torch_ops import lora_ops
-    lora_ops.bgmv_shrink = lambda inputs, slots: None
-load_general_plugins()
-plugin.require()
-print(hasattr(getattr(WorkerLoRAManager, "_load_adapter", None), "_slipway_replaces"))
+from vllm.plugins import load_general_plugins
+from serving.engine.patches.engine_core import plugin
+
+for case in sys.argv[1:]:
+    if os.fork():
+        print(case, "ended with", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        continue
+    if case == "whole":
+        os.environ["VLLM_PLUGINS"] = "lora_filesystem_resolver"
+    plugin.want(os.environ, adapters=case != "no-adapters")
+    if case == "renamed":
+        del WorkerLoRAManager._load_adapter
+    if case == "changed":
+        lora_ops.bgmv_shrink = lambda inputs, slots: None
+    load_general_plugins()
+    plugin.require()
+    print(hasattr(getattr(WorkerLoRAManager, "_load_adapter", None), "_slipway_replaces"))
+    break
 """
 
 
-def python(text: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, tuple[int, str]]:
+    """The exit code and the output of an engine's process in each case. All are forked from one
+    process, since importing vLLM takes most of the time.
+    """
+    cases = ("whole", "no-adapters", "renamed", "changed")
+    done = python(LOADED, *cases)
+    found, rest = {}, done.stdout
+    for case in cases:
+        output, ended, rest = rest.partition(f"{case} ended with ")
+        assert ended, done.stdout
+        code, _, rest = rest.partition("\n")
+        found[case] = int(code), output
+    return found
+
+
+def python(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", text, *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=300,
         check=False,
-        env=os.environ | {"PYTHONPATH": "."} | environ,
+        env=os.environ | {"PYTHONPATH": "."},
         stdin=subprocess.DEVNULL,
     )
 
 
-def test_vllm_loads_what_adapters_need_whatever_plugins_it_may_load():
-    done = python(LOADED, "adapters", "whole", VLLM_PLUGINS="lora_filesystem_resolver")
-    assert (done.returncode, done.stdout.split()[-1]) == (0, "True"), done.stderr
+def test_vllm_loads_what_adapters_need_whatever_plugins_it_may_load(loaded):
+    code, output = loaded["whole"]
+    assert (code, output.split()[-1]) == (0, "True"), output
 
 
-def test_without_adapters_vllm_is_left_as_it_is():
-    done = python(LOADED, "none", "whole")
-    assert (done.returncode, done.stdout.split()[-1]) == (0, "False"), done.stderr
+def test_without_adapters_vllm_is_left_as_it_is(loaded):
+    code, output = loaded["no-adapters"]
+    assert (code, output.split()[-1]) == (0, "False"), output
 
 
 @pytest.mark.parametrize(
@@ -245,17 +270,16 @@ def test_the_plugin_joins_those_that_vllm_may_load(allowed, then):
     assert environ.get("VLLM_PLUGINS") == then
 
 
-def test_an_engine_that_cannot_check_adapters_warns():
-    done = python(LOADED, "adapters", "renamed")
-    assert done.returncode == 0, done.stderr
-    told = done.stdout + done.stderr
-    assert told.count("1 of Slipway's patches left out: unapplied_adapters does not fit") == 1
+def test_an_engine_that_cannot_check_adapters_warns(loaded):
+    code, output = loaded["renamed"]
+    assert code == 0, output
+    assert output.count("1 of Slipway's patches left out: unapplied_adapters does not fit") == 1
 
 
-def test_an_engine_that_would_mix_up_adapters_does_not_start():
-    done = python(LOADED, "adapters", "changed")
-    assert done.returncode == 1
-    assert re.search(r"Unfit: cpu_lora_kernels does not fit vLLM \d.*bgmv_shrink", done.stderr)
+def test_an_engine_that_would_mix_up_adapters_does_not_start(loaded):
+    code, output = loaded["changed"]
+    assert code == 1
+    assert re.search(r"Unfit: cpu_lora_kernels does not fit vLLM \d.*bgmv_shrink", output)
 
 
 def test_a_start_with_adapters_is_refused_where_vllm_cannot_find_the_plugin(monkeypatch):

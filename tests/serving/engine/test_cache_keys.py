@@ -30,7 +30,7 @@ from vllm.v1.request import Request, StreamingUpdate
 
 from serving.engine.patches.engine_core import cache_keys
 from serving.patching.patch import Unfit
-from tests.serving.engine.test_kv_connector import PROMPT, Engine, Server
+from tests.serving.engine.test_kv_connector import PROMPT, Engine
 
 BLOCK = 16
 TOKENS = [*range(100, 100 + 4 * BLOCK)]
@@ -183,13 +183,6 @@ def test_every_part_of_vllms_block_hash_is_known():
     }
     source = inspect.getsource(kv_cache_utils.generate_block_hash_extra_keys)
     assert "lora_extra_keys + mm_extra_keys + cache_salt_keys + prompt_embeds_keys" in source
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.kill()
 
 
 @pytest.fixture

@@ -106,13 +106,6 @@ class Server:
         self.process.communicate()
 
 
-@pytest.fixture(scope="module")
-def server():
-    found = Server()
-    yield found
-    found.kill()
-
-
 class Engine:
     """vLLM's scheduler and a worker's connector, run step by step.
 

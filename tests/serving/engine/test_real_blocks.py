@@ -3,7 +3,6 @@
 
 import itertools
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 from serving.engine.patches.engine_core import real_blocks
 from tests.serving.engine import window_hits
 from tests.serving.engine.painted import Painted, full, local, window
-from tests.serving.engine.test_kv_connector import CHUNK, Server
+from tests.serving.engine.test_kv_connector import CHUNK
 
 NULL = 0
 
@@ -53,13 +52,6 @@ def test_nothing_is_stored_where_vllm_does_not_say_what_is_real(state, null):
     )
     real_blocks.real_stores(meta, state, [32], 32, null)
     assert not meta.requests
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.kill()
 
 
 KINDS = {

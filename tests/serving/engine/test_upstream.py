@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reports in docs/upstream still hold for the installed versions. If one no longer holds, its
-defence in serving/engine/patches may be superfluous.
+defence in serving/engine/patches may be superfluous. Each reproduction imports vLLM, which takes
+seconds, so these tests run nightly.
 """
 
 import re
@@ -13,6 +14,7 @@ import pytest
 FOLDER = Path(__file__).parents[3] / "docs" / "upstream"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("report", sorted(FOLDER.glob("*.md")), ids=lambda it: it.stem)
 def test_a_reports_reproduction_prints_what_it_says(report):
     (expected,) = re.findall(r"```text\n(.*?)```", report.read_text(), re.DOTALL)
