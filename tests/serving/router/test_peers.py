@@ -5,6 +5,7 @@ import pytest
 
 from serving.cache_hints.intent import digest
 from serving.router.peers import links
+from serving.router.policy.policies import PrefixAware
 from tests.serving.router.conftest import routing, whole
 from tests.support.harness.wait import until_async
 
@@ -69,4 +70,5 @@ async def test_what_replicas_have_is_not_kept_where_they_are_unknown(ends):
             known = other.router.routing
             last = [digest(None, f"s{n}") for n in (6, 7)]
             await until_async(lambda: any(map(known.conversations.replica, last)))
+            assert isinstance(known.policy, PrefixAware)
             assert {*known.policy.index._caches} == {urls}
