@@ -142,7 +142,7 @@ def measured(
         return load, await load.run(server.port, connections)
 
     processes: list[psutil.Process] = [server.own]
-    for name in ("handlers.custom", "VLLM::APIServer"):
+    for name in ("handlers.custom", "VLLM::APIServer", "vllm-rs"):
         processes += server.children(name)
     before = cpu_seconds(processes)
     load, elapsed = uvloop.run(run())
