@@ -1422,7 +1422,7 @@ class Settings:
         """The name by which the operator set a field or a vLLM option; otherwise its variable."""
         return self.origins.get(option, PREFIX + option.upper())
 
-    @property
+    @functools.cached_property
     def names_in_paths(self) -> tuple[str, ...]:
         """Model names in paths: LMI's spelling, which its lists show first, and the unchanged
         names.

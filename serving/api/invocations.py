@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """/invocations and its equivalent paths: the body decides the operation."""
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -111,7 +111,7 @@ class Invocations:
             await answer_lines(client, itertools.chain([body, second], requests), pipeline)
             return
         if body is not client.body:
-            client = dataclasses.replace(client, body=body)
+            client = msgspec.structs.replace(client, body=body)
         found = RequestFields() if raw else client.fields
         named = None if route else adapters_named(client, found, pipeline.adapters)
         if isinstance(named, list):

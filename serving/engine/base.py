@@ -6,9 +6,10 @@ passes between the two sides: no HTTP, no context variable, no key of a scope.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from handlers.records import Step
 from serving.cancellation import Cancellation
@@ -19,8 +20,7 @@ class EngineError(Exception):
     """The engine could not be started. The message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """All that an engine needs to know of a call.
 
     path: the path of the API that answers such calls, one of protocol.ENGINE_PATHS. body: the

@@ -6,11 +6,11 @@ a value, which the next ones read.
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Send
 
 from handlers import multipart
@@ -181,7 +181,8 @@ class Pipeline:
         async def shared(receive: Receive, send: Send) -> None:
             with self.admission.again(admitted) as again, again.watching(receive):
                 again.begin()
-                await answer(dataclasses.replace(client, admitted=again, answer=Answer(send)))
+                own = msgspec.structs.replace(client, admitted=again, answer=Answer(send))
+                await answer(own)
 
         admitted.release_place()  # the shared call has its own; retries have a separate limit
         await self._coalescer.answer(key, shared, receive, client.answer)
@@ -273,6 +274,7 @@ class Pipeline:
         self, request: InferenceRequest
     ) -> contextlib.AbstractAsyncContextManager[Adapter | None]:
         """Return a context manager that keeps the request's adapter loaded in the engine."""
+        """Keep the request's adapter loaded in the engine, and yield it."""
         return self._loaded_adapter(request) if request.adapter else _NO_ADAPTER
 
     @contextlib.asynccontextmanager
@@ -289,6 +291,8 @@ class Pipeline:
                     span.note(slipway__adapter=name, slipway__adapter__loaded=known.loaded)
                 adapter = await stack.enter_async_context(adapters.using(name))
             yield adapter
+        if not codes:
+            return Formatters(None, None)
 
     def _formatters(self, adapter: Adapter | None) -> Formatters:
         """Return the formatters: each the adapter's, or else the model's, or none."""

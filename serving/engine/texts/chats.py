@@ -110,14 +110,14 @@ class Chats(Generation):
 
 class _Answer:
     """parser: vLLM's, of what the model writes; it keeps what it has seen of an answer. options: of
-    the chat template.
+    the chat template, for the parser.
     """
 
     def __init__(self, path: Chats, request: Any) -> None:
         self._path = path
         self._request = request
         self._kind = path.parser(request)
-        self.options = path.options(request)
+        self.options = path.options(request) if self._kind else {}
         self.parser = self._new_parser()
         self._hides = self._kind is not None and not request.include_reasoning
         """Whether what could show reasoning is left out."""
