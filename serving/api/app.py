@@ -27,7 +27,6 @@ from serving.errors import ErrorShape, NotFound
 from serving.http.bodies import sender
 from serving.http.origins import Origins
 from serving.inference.request import HttpCall
-from serving.kv_cache.salt import Tenants
 from serving.ui import page as ui
 
 
@@ -87,7 +86,7 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
 
 def _table(backend: Backend, settings: Settings) -> Iterator[Row]:
     """The routes whose requests are recorded."""
-    sessions = Sessions(_session_store(settings), Tenants(settings.cache_salt_header))
+    sessions = Sessions(_session_store(settings))
     for path in protocol.INVOCATIONS:
         yield Row("POST", path, Invocations(settings, sessions).answer)
     for path in protocol.ENGINE_PATHS:
@@ -157,6 +156,7 @@ def _answering(rows: Mapping[str, Row], backend: Backend, settings: Settings) ->
 
     return answer
 
+
 def _routed(routes: Sequence[ExactRoute], others: ASGIApp) -> ASGIApp:
     """Return the app of these routes. Paths without a parameter are looked up: Starlette's router
     tries one pattern after the other. others: answers all other paths.
@@ -171,7 +171,6 @@ def _routed(routes: Sequence[ExactRoute], others: ASGIApp) -> ASGIApp:
         await found(scope, receive, send)
 
     return app
-
 
 
 def _session_store(settings: Settings) -> SessionStore | None:

@@ -132,9 +132,9 @@ class Engine(Protocol):
     def failure(self) -> str | None:
         """Why the engine cannot answer any more, or None while it can."""
 
-    async def generate(self, call: Call, sink: Sink) -> "Usage":
-        """Answer a call. Returns what the engine has worked on for it, also where the call was
-        cancelled, of which the sink hears nothing. Raises what nobody has foreseen.
+    async def generate(self, call: Call, sink: Sink) -> None:
+        """Answer a call. The sink hears nothing of a cancellation. Raises what nobody has
+        foreseen.
         """
 
     async def models(self) -> dict[str, Any]:

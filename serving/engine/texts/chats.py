@@ -162,8 +162,6 @@ class _Answer:
         self._last: Any = None
 
     def part(self, output: Any, result: Any, prompt: int) -> bytes:
-        if result is None:
-            return self._event(output)
         self._last = result
         if self._first is None:
             self._first = result
