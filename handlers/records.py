@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values between a wire format and the engine."""
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -117,8 +116,7 @@ class StepReply(Reply, Protocol):
         """Return the JSON objects for a step."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineCall:
+class EngineCall(msgspec.Struct, frozen=True):
     """A request after its format has parsed it.
 
     path: the engine's path that answers it. body: the engine's request: the client's bytes if they

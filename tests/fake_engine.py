@@ -115,7 +115,7 @@ class FakeEngine:
             EMBEDDINGS: self.embeddings,
         }
 
-    async def generate(self, call: Call, sink: Sink) -> Usage:
+    async def generate(self, call: Call, sink: Sink) -> None:
         usage = Usage()
         sink.begin(usage)
         self.calls.append(call)
@@ -127,7 +127,6 @@ class FakeEngine:
         except (ServingError, ClientLeft) as error:
             if isinstance(error, ServingError) and error is not call.cancellation.cause:
                 await sink.fail(error)
-        return usage
 
     async def nothing(self, call: Call, sink: Sink, usage: Usage) -> None:
         raise NotFound(f"the model does not answer {call.path}")

@@ -1431,7 +1431,7 @@ class Settings:
         """The operator's name for a field or a vLLM option that is set; otherwise its variable."""
         return self.origins.get(option, PREFIX + option.upper())
 
-    @property
+    @functools.cached_property
     def names_in_paths(self) -> tuple[str, ...]:
         """Model names in paths: LMI's spelling, which its lists show first, and the unchanged
         names.

@@ -2,7 +2,7 @@
 """The HTTP app: its routes, as a table."""
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from serving.errors import ErrorShape, NotFound
 from serving.http.bodies import sender
 from serving.http.origins import Origins
 from serving.inference.request import HttpCall
-from serving.kv_cache.salt import Tenants
 from serving.ui import page as ui
 
 
@@ -82,12 +81,12 @@ def create_app(backend: Backend, settings: Settings, access: Access) -> ASGIApp:
         for path, app, keys, methods in _unrecorded(backend, settings, access)
     ]
     others = recorded("other", _nothing, (), lambda path: errors.shape(path, codes))
-    return _for_pages(Router(routes, redirect_slashes=False, default=others), settings)
+    return _for_pages(_routed(routes, others), settings)
 
 
 def _table(backend: Backend, settings: Settings) -> Iterator[Row]:
     """The routes whose requests are recorded."""
-    sessions = Sessions(_session_store(settings), Tenants(settings.cache_salt_header))
+    sessions = Sessions(_session_store(settings))
     for path in protocol.INVOCATIONS:
         yield Row("POST", path, Invocations(settings, sessions).answer)
     for path in protocol.ENGINE_PATHS:
@@ -158,6 +157,22 @@ def _answering(rows: Mapping[str, Row], backend: Backend, settings: Settings) ->
     return answer
 
 
+def _routed(routes: Sequence[ExactRoute], others: ASGIApp) -> ASGIApp:
+    """Return the app of these routes. Paths without a parameter are looked up: Starlette's router
+    tries one pattern after the other. others: answers all other paths.
+    """
+    exact = {it.path: it.app for it in routes if not it.param_convertors}
+    patterns = [it for it in routes if it.param_convertors]
+    router = Router(patterns, redirect_slashes=False, default=others)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found = exact.get(scope["path"], router)
+        scope["path_params"] = {}
+        await found(scope, receive, send)
+
+    return app
+
+
 def _session_store(settings: Settings) -> SessionStore | None:
     if not settings.enable_stateful_sessions:
         return None
@@ -165,7 +180,7 @@ def _session_store(settings: Settings) -> SessionStore | None:
     return SessionStore(folder, settings.sessions_expiration, settings.max_sessions)
 
 
-def _for_pages(router: Router, settings: Settings) -> ASGIApp:
+def _for_pages(router: ASGIApp, settings: Settings) -> ASGIApp:
     """Let the web pages call that the operator allows (CORS)."""
     if not settings.cors_allowed_origin:
         return router

@@ -16,7 +16,7 @@ class OpenAI:
 
     async def answer(self, call: HttpCall, pipeline: Pipeline) -> None:
         async def answer(client: ClientRequest) -> None:
-            await self._sessions.join(client)
+            await self._sessions.join(client, pipeline)
             await answer_path(client, call.scope["path"], pipeline)
 
         async with pipeline.admit(call) as client:

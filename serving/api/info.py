@@ -63,7 +63,7 @@ class Metrics:
         self._exemplars = backend.tracer is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        accept = dict(scope["headers"]).get(b"accept", b"")
+        accept = header(scope, b"accept")
         # vLLM registers its series with the process's default registry.
         kind, content = exposition(REGISTRY, accept, exemplars=self._exemplars)
         response = Response(content)

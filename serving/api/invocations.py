@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """/invocations and its equivalent paths: the body decides the operation."""
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -60,7 +60,7 @@ class Invocations:
 
     async def answer(self, call: HttpCall, pipeline: Pipeline) -> None:
         async def answer(client: ClientRequest) -> None:
-            await self._sessions.join(client)
+            await self._sessions.join(client, pipeline)
             await self._run(client, pipeline)
 
         async with pipeline.admit(call) as client:
@@ -68,7 +68,7 @@ class Invocations:
                 raise InternalFunction(
                     "the header `handler` names a function of the server's; leave it out"
                 )
-            if response := await self._sessions.answer(client):
+            if response := await self._sessions.answer(client, pipeline):
                 await call.reply(response)
             elif handler := pipeline.custom_handler:
                 await self._handle(handler, client, call, pipeline)
@@ -83,7 +83,7 @@ class Invocations:
             raise BadRequest("requests to this model's model.py are not computed for other servers")
         pipeline.require_model(client)
         pipeline.admission.require_places(0, room=False)  # the engine's capacity does not help it
-        await self._sessions.join(client)
+        await self._sessions.join(client, pipeline)
         with client.admitted.watching(call.receive):
             if await is_handled(handler, client):
                 return
@@ -111,7 +111,7 @@ class Invocations:
             await answer_lines(client, itertools.chain([body, second], requests), pipeline)
             return
         if body is not client.body:
-            client = dataclasses.replace(client, body=body)
+            client = msgspec.structs.replace(client, body=body)
         found = RequestFields() if raw else client.fields
         named = None if route else adapters_named(client, found, pipeline.adapters)
         if isinstance(named, list):

@@ -7,8 +7,8 @@ from starlette.types import Message
 from serving.api.session_store import SessionStore
 from serving.errors import BadRequest
 from serving.http.bodies import header
+from serving.inference.pipeline import Pipeline
 from serving.inference.request import ClientRequest
-from serving.kv_cache.salt import Tenants
 from serving.protocol import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, shown
 
 # LMI and SageMaker's guide have the first name, AWS's library for containers the second.
@@ -19,14 +19,10 @@ _CLOSED_SESSION = shown(CLOSED_SESSION_ID)
 class Sessions:
     """The sessions of requests; each belongs to a tenant. store: None if sessions are off."""
 
-    def __init__(self, store: SessionStore | None, tenants: Tenants) -> None:
+    def __init__(self, store: SessionStore | None) -> None:
         self._store = store
-        self._tenants = tenants
 
-    def _tenant(self, client: ClientRequest) -> str | None:
-        return self._tenants.tenant(client.record.caller, client.scope["headers"])
-
-    async def answer(self, client: ClientRequest) -> Response | None:
+    async def answer(self, client: ClientRequest, pipeline: Pipeline) -> Response | None:
         """Return the answer to a call that begins or ends a session; None for any other request."""
         if not self._store or b"requestType" not in client.body:
             return None
@@ -35,15 +31,16 @@ class Sessions:
         if not command:
             return None
         with client.admitted.raising():
-            return await self._answer(self._store, command, client)
+            return await self._answer(self._store, command, client, pipeline.tenant(client))
 
-    async def _answer(self, store: SessionStore, command: str, client: ClientRequest) -> Response:
-        scope, tenant = client.scope, self._tenant(client)
+    async def _answer(
+        self, store: SessionStore, command: str, client: ClientRequest, tenant: str | None
+    ) -> Response:
         if command == "NEW_SESSION":
             session, value = await store.create(tenant)
             answer, headers = f"Session {session} created", dict.fromkeys(_NEW_SESSION, value)
         elif command == "CLOSE":
-            session = header(scope, SESSION_ID).decode("latin-1")
+            session = header(client.scope, SESSION_ID).decode("latin-1")
             if not session:
                 raise BadRequest(f"{_NEW_SESSION[0]} should name the session to close")
             await store.close(session, tenant)
@@ -54,14 +51,14 @@ class Sessions:
             )
         return JSONResponse({"result": answer}, headers=headers)
 
-    async def join(self, client: ClientRequest) -> None:
+    async def join(self, client: ClientRequest, pipeline: Pipeline) -> None:
         """Check the session that a request names, and record its answer. If the request asks for a
         new session, a successful answer begins it.
         """
         name, store = header(client.scope, SESSION_ID).decode("latin-1"), self._store
         if not name or not store:
             return
-        tenant = self._tenant(client)
+        tenant = pipeline.tenant(client)
         if name != "NEW_SESSION":
             with client.admitted.raising():
                 await store.use(name, tenant)

@@ -6,9 +6,10 @@ share no other channel: no HTTP, no context variable, no key of a scope.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from handlers.records import Step
 from serving.cancellation import Cancellation
@@ -19,8 +20,7 @@ class EngineError(Exception):
     """The engine could not be started. The message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """All that an engine needs to know of a call.
 
     path: the path of the API that answers such calls, one of protocol.ENGINE_PATHS. body: the
@@ -132,10 +132,8 @@ class Engine(Protocol):
     def failure(self) -> str | None:
         """Why the engine cannot answer any more, or None while it can."""
 
-    async def generate(self, call: Call, sink: Sink) -> "Usage":
-        """Answer a call. Returns the call's usage, even if the call was cancelled; the sink is not
-        told of a cancellation. Raises only unforeseen exceptions.
-        """
+    async def generate(self, call: Call, sink: Sink) -> None:
+        """Answer a call; the sink is not told of a cancellation. Raises unforeseen exceptions."""
 
     async def models(self) -> dict[str, Any]:
         """The list of models, in OpenAI's shape. Raises ServingError."""

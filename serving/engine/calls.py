@@ -121,7 +121,7 @@ class Calls:
         self._in_flight = in_flight
         self._prefilled = prefilled
 
-    async def generate(self, call: Call, sink: Sink) -> Usage:
+    async def generate(self, call: Call, sink: Sink) -> None:
         """As Engine.generate()."""
         usage = Usage()
         sink.begin(usage)
@@ -137,7 +137,6 @@ class Calls:
                 raise
         finally:
             await client.close()
-        return usage
 
     async def _answer(self, call: Call, sink: Sink, client: "CallClient") -> None:
         try:

@@ -22,11 +22,9 @@ class NoEngine:
     def __init__(self, concurrency: int) -> None:
         self.concurrency = concurrency
 
-    async def generate(self, call: Call, sink: Sink) -> Usage:
-        usage = Usage()
-        sink.begin(usage)
+    async def generate(self, call: Call, sink: Sink) -> None:
+        sink.begin(Usage())
         await sink.fail(NotFound(MESSAGE))
-        return usage
 
     async def models(self) -> dict[str, Any]:
         raise NotFound(MESSAGE)

@@ -110,9 +110,8 @@ class VllmEngine:
         failure = "an engine process ended unexpectedly"
         return f"{failure}: exit code {killed}" if killed else failure
 
-    async def generate(self, call: Call, sink: Sink) -> Usage:
-        found: Usage = await self._calls.generate(call, sink)
-        return found
+    async def generate(self, call: Call, sink: Sink) -> None:
+        await self._calls.generate(call, sink)
 
     async def models(self) -> dict[str, Any]:
         listed = await self._state.openai_serving_models.show_available_models()

@@ -104,7 +104,10 @@ class Collected:
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
+    for key, value in scope["headers"]:  # a generator takes twice as long
+        if key == name:
+            return value  # type: ignore[no-any-return]
+    return b""
 
 
 class Bodies:

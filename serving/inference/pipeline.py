@@ -6,11 +6,11 @@ a value, which the next ones read.
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Send
 
 from handlers import multipart
@@ -181,7 +181,8 @@ class Pipeline:
         async def shared(receive: Receive, send: Send) -> None:
             with self.admission.again(admitted) as again, again.watching(receive):
                 again.begin()
-                await answer(dataclasses.replace(client, admitted=again, answer=Answer(send)))
+                own = msgspec.structs.replace(client, admitted=again, answer=Answer(send))
+                await answer(own)
 
         admitted.release_place()  # the shared call has its own; retries have a separate limit
         await self._coalescer.answer(key, shared, receive, client.answer)
@@ -212,7 +213,7 @@ class Pipeline:
             self.require_model(request.client)
         settings = self._settings
         request.cancellation.end_after(request.timeout(request.fields, settings))
-        async with self._adapter(request) as adapter:
+        async with self._loaded_adapter(request) if request.adapter else _NO_ADAPTER as adapter:
             with request.cancellation.raising():
                 try:
                     formatters = self._formatters(adapter)
@@ -231,7 +232,7 @@ class Pipeline:
                 await self._answer(request, prepared, isolated, adapter, relay)
             finally:
                 self._queue.leave(ticket)
-                self._account(request, adapter, relay.usage)
+                self._account(request, adapter, tenant, relay.usage)
 
     async def _answer(
         self,
@@ -251,7 +252,9 @@ class Pipeline:
         with _traced(request.client, prepared.path, model, relay) as trace:
             await relay.run(self.engine, engine_call(request, prepared, isolated, trace))
 
-    def _account(self, request: InferenceRequest, adapter: Adapter | None, usage: Usage) -> None:
+    def _account(
+        self, request: InferenceRequest, adapter: Adapter | None, tenant: str | None, usage: Usage
+    ) -> None:
         """Charge a call's tokens to its caller, even if the answer failed.
 
         A prefill for another server is charged by that server, or by the router. Only a prefill
@@ -265,18 +268,13 @@ class Pipeline:
                 client.record.paced(*pace)
         tokens = usage.tokens
         caller = client.record.caller
-        tenant = caller.shown_tenant if caller.tenant else self.tenant(client) or ""
-        client.record.used(tenant, adapter.name if adapter else "", *tokens)
-        self.limiter.charge(client.record.caller, tokens.prompt + tokens.generated)
-
-    def _adapter(
-        self, request: InferenceRequest
-    ) -> contextlib.AbstractAsyncContextManager[Adapter | None]:
-        """Return a context manager that keeps the request's adapter loaded in the engine."""
-        return self._loaded_adapter(request) if request.adapter else _NO_ADAPTER
+        shown = caller.shown_tenant if caller.tenant else tenant or ""
+        client.record.used(shown, adapter.name if adapter else "", *tokens)
+        self.limiter.charge(caller, tokens.prompt + tokens.generated)
 
     @contextlib.asynccontextmanager
     async def _loaded_adapter(self, request: InferenceRequest) -> AsyncIterator[Adapter]:
+        """Keep the request's adapter loaded in the engine, and yield it."""
         adapters, name = self.adapters, request.adapter
         assert adapters  # without a registry adapters_named() refuses the name
         assert name
@@ -293,6 +291,8 @@ class Pipeline:
     def _formatters(self, adapter: Adapter | None) -> Formatters:
         """Return the formatters: each the adapter's, or else the model's, or none."""
         codes = [it for it in (adapter.code if adapter else None, self.code) if it]
+        if not codes:
+            return Formatters(None, None)
         given, answered = (
             next((it for it in codes if function in it.functions), None)
             for function in ("input", "output")

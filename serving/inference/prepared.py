@@ -94,7 +94,8 @@ async def prepare(
     UserCodeFailed.
     """
     sent, given = await _formatted(request, formatters)
-    request.cancellation.end_after(request.timeout(given, settings))
+    if given is not request.fields:
+        request.cancellation.end_after(request.timeout(given, settings))
     form = _parsed(request, sent, given, engine, settings)
     path = form.path
     if path in protocol.AGENTS_PATHS:

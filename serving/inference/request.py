@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request, from its head to the engine's call, as values that are complete when they are made.
+They are structs of msgspec's, because Python makes a frozen dataclass field by field.
 
 A route gets an HttpCall. A ClientRequest also has the body. An InferenceRequest is one request to
 the engine: the client's whole request, one of its JSON lines, or one item of its list.
@@ -7,10 +8,10 @@ the engine: the client's whole request, one of its JSON lines, or one item of it
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import parse_qs
 
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope
 
 from handlers.multipart import Form
@@ -49,8 +50,7 @@ NAMED_EVENTS = SSE._replace(before=b"event: error\ndata: ")
 """For streams whose events have names. Only errors are framed with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class HttpCall:
+class HttpCall(msgspec.Struct, frozen=True):
     """An HTTP request as a route gets it. errors: the shape of its API's errors."""
 
     scope: Scope
@@ -64,8 +64,7 @@ class HttpCall:
         await response(self.scope, self.receive, self.answer)
 
 
-@dataclass(frozen=True)
-class ClientRequest:
+class ClientRequest(msgspec.Struct, frozen=True, dict=True):
     """A client's request for inference, admitted, with its body.
 
     admitted: its cancellation, and its places in the queue. errors: the shape of its API's errors.
@@ -107,8 +106,7 @@ class BodyPart(NamedTuple):
     begun: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, frozen=True):
     """One request to the engine: a client's whole request, one of its lines, or one list item.
 
     client: the client's request that it belongs to. body, answer, cancellation, begun: as BodyPart

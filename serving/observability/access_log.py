@@ -149,7 +149,7 @@ class AccessRecord:
             (generated, "output", "false"),
         ):
             if number > 0:
-                _USED.labels(*labels, *which).inc(number)
+                _used(*labels, *which).inc(number)
 
     def paced(self, first_at: float, between: float | None) -> None:
         """Note the pace of one sequence of its answer. first_at: the time of its first token, in
@@ -234,6 +234,11 @@ def _labels(tenant: str, adapter: str) -> tuple[str, str]:
 @functools.cache
 def _requests(path: str, adapter: bool, status: int) -> Counter:
     return _REQUESTS.labels(path, "adapter" if adapter else "base", f"{status}xx")
+
+
+@functools.cache
+def _used(tenant: str, adapter: str, direction: str, cached: str) -> Counter:
+    return _USED.labels(tenant, adapter, direction, cached)
 
 
 @functools.cache

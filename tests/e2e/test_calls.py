@@ -5,7 +5,6 @@ the ends of a call. In front of an engine that computes nothing (tools/ceiling/e
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.parser import ParserManager
@@ -263,9 +263,9 @@ class Asked:
         return self.status, self.content_type, events
 
     async def of(self, engine: Any, steps: bool = False) -> tuple[int, bytes, list[Any]]:
-        call = dataclasses.replace(self.call, steps=steps)
+        call = msgspec.structs.replace(self.call, steps=steps)
         with contextlib.suppress(Exception):  # already answered
-            assert await engine.generate(call, self) is self.usage
+            await engine.generate(call, self)
         if not self.cancellation.cause:
             assert self.ends == 1
         return self.heard

@@ -5,10 +5,14 @@ samples.
 
 import asyncio
 import contextlib
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.harness.closed_loop import Failed
+from tools.ceiling.arms import rust
 from tools.ceiling.load import Load
 from tools.ceiling.profile import functions
 
@@ -68,3 +72,14 @@ def test_samples_are_counted_where_they_were_and_above():
     assert own == {"send (b.py": 3, "run (b.py": 1}
     assert below == {"main (a.py": 4, "run (b.py": 4, "send (b.py": 3}
     assert total == 4
+
+
+def test_the_front_end_in_rust_is_the_asked_one_or_the_installed_one(tmp_path, monkeypatch):
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert rust(None) is None
+    (installed := tmp_path / "vllm-rs").touch(0o755)
+    assert rust(None) == installed
+    assert rust(Path("/bin/sh")) == Path("/bin/sh")
+    with pytest.raises(SystemExit, match="--rust=nowhere"):
+        rust(Path("nowhere"))

@@ -62,18 +62,26 @@ def plain_vllm(
     log: Path,
     environ: Mapping[str, str] = NOTHING,
     processes: int = 1,
+    rust: Path | None = None,
 ) -> Program:
     """vLLM without Slipway, with the arguments and the environment of this plan, and more.
-    processes: that answer requests, in front of one engine.
+    processes: that answer requests, in front of one engine. rust: vLLM's front end in Rust
+    (vllm-rs), which answers them instead.
     """
     module = ["vllm.entrypoints.openai.api_server"]
+    if processes > 1 or rust:
+        module = ["vllm.entrypoints.cli.main", "serve"]
     if processes > 1:
-        module = ["vllm.entrypoints.cli.main", "serve", f"--api-server-count={processes}"]
+        module.append(f"--api-server-count={processes}")
+    front = {}
+    if rust:
+        front = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": f"{rust.resolve()}"}
     return Program(
         *(sys.executable, "-m", *module, "--port={port}"),
         *vllm.arguments(plan.engine(model, None)),
         *more,
-        environ={**plan.environment, **environ},
+        environ={**plan.environment, **environ, **front},
+        health="/health" if rust else "/ping",
         log=log,
     )
 

@@ -12,8 +12,10 @@ server does not keep up. "One core" is the number of streams at that rate that o
 by the CPU time of a token. The search for the knee increases the number of streams until the server
 does not keep up.
 
-With --before, a checkout of another version is measured in the same rounds. --soak only sends this
-many streams to Slipway and prints its memory.
+With --before, a checkout of another version is measured in the same rounds. vLLM's front end in
+Rust is measured if there is one: the program that --rust names, or that of the installed vLLM
+(only its wheel for CUDA has one). --soak only sends this many streams to Slipway and prints its
+memory.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import psutil
 from tests.support.harness.closed_loop import Failed
 from tests.support.harness.process import Program
 from tests.support.harness.stats import cpu_ratio, paired, print_changes, rate_ratio, spread
-from tools.ceiling.arms import ARMS, SLIPWAY, Arm, again, completion, servers
+from tools.ceiling.arms import ARMS, RUST_ARMS, SLIPWAY, Arm, again, completion, rust, servers
 from tools.ceiling.load import Round, measured
 
 Rounds = dict[str, list[Round]]
@@ -126,11 +128,15 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", help="words: arms with one of them, beside vLLM's")
     parser.add_argument("--loads", nargs="*", default=["requests", "streams", "knee"])
     parser.add_argument("--before", type=Path, help="a checkout to measure as well")
+    parser.add_argument("--rust", type=Path, help="vLLM's front end in Rust (vllm-rs)")
     parser.add_argument("--soak", type=int, help="streams to send to Slipway")
     parser.add_argument("--options", nargs="*", default=[], help="OPTION_…=… of all servers")
     options = parser.parse_args()
 
-    arms = [*ARMS, *again(ARMS)] if options.before else [*ARMS]
+    front_end = rust(options.rust)
+    if not front_end:
+        print("no arm in Rust: the installed vLLM has no vllm-rs, and --rust names none")
+    arms = [*ARMS, *(RUST_ARMS if front_end else ()), *(again(ARMS) if options.before else ())]
     if options.arms:
         wanted = [arm for arm in arms if any(word in arm.name for word in options.arms)]
         bases = {arm.base for arm in wanted}
@@ -143,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         names = {arm.server for arm in arms}
         more = dict(option.split("=", 1) for option in options.options)
-        found = servers(stack, Path(folder), names, options.before, more)
+        found = servers(stack, Path(folder), names, options.before, more, front_end)
         if options.soak:
             soak(found, arms, options.soak)
             return

@@ -2,7 +2,9 @@
 """The servers over an engine without a model, and their requests."""
 
 import hashlib
+import importlib.util
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +19,7 @@ from tests.support.models import formatter, tiny
 from tools.bench.overhead import plain_vllm, planned
 
 PLAIN, SLIPWAY, FORMATTER, BEFORE = "plain", "slipway", "formatter", "before"
-PLAIN_TWICE = "plain-twice"
+PLAIN_TWICE, RUST = "plain-twice", "rust"
 KEYS, STATISTICS, TRACED = "keys", "statistics", "traced"
 """The servers. The last two keep vLLM's statistics, which traces need."""
 CHAT, COMPLETIONS, INVOCATIONS = "/v1/chat/completions", "/v1/completions", "/invocations"
@@ -80,6 +82,26 @@ ARMS = (
 )
 
 
+RUST_ARMS = (
+    Arm("vLLM in Rust", RUST, COMPLETIONS, completion, VLLM),
+    Arm("vLLM in Rust, chat", RUST, CHAT, chat, VLLM_CHAT),
+    Arm("vLLM in Rust, logprobs", RUST, COMPLETIONS, logprobs, VLLM_LOGPROBS),
+)
+
+
+def rust(asked: Path | None) -> Path | None:
+    """Return the program of vLLM's front end in Rust: the asked one, or else that of the installed
+    vLLM, or None if that has none. Exits if the asked one cannot be run.
+    """
+    if asked:
+        if not os.access(asked, os.X_OK) or asked.is_dir():
+            sys.exit(f"--rust={asked}: there is no such program")
+        return asked
+    vllm = importlib.util.find_spec("vllm")
+    found = Path(vllm.origin).with_name("vllm-rs") if vllm and vllm.origin else None
+    return found if found and found.exists() else None
+
+
 def again(arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
     """The same, of another checkout."""
     ours = [arm for arm in arms if arm.server == SLIPWAY]
@@ -102,8 +124,11 @@ def servers(
     names: set[str],
     before: Path | None,
     more: Mapping[str, str] = MappingProxyType({}),
+    front_end: Path | None = None,
 ) -> dict[str, Program]:
-    """The arms of these names, started together. more: options that all of them have besides."""
+    """The arms of these names, started together. more: options that all of them have besides.
+    front_end: vLLM's front end in Rust.
+    """
     model = str(tiny.make())
     asked = {
         "OPTION_MODEL_ID": model,
@@ -119,11 +144,14 @@ def servers(
 
     def start(name: str) -> Program:
         log = folder / name
-        if name in (PLAIN, PLAIN_TWICE):
+        if name in (PLAIN, PLAIN_TWICE, RUST):
             quiet = "--disable-uvicorn-access-log"
             count = 2 if name == PLAIN_TWICE else 1
             plan = planned(asked)
-            return plain_vllm(plan, model, quiet, log=log, environ=asked, processes=count)
+            program = front_end if name == RUST else None
+            return plain_vllm(
+                plan, model, quiet, log=log, environ=asked, processes=count, rust=program
+            )
         if name == FORMATTER:
             formatted = folder / "model"
             if not formatted.exists():

@@ -75,7 +75,7 @@ def measured(
         return load, await load.load([server.port], connections, LIMIT_S)
 
     processes: list[psutil.Process] = [server.own]
-    for name in ("handlers.custom", "VLLM::APIServer"):
+    for name in ("handlers.custom", "VLLM::APIServer", "vllm-rs"):
         processes += server.children(name)
     before = cpu_seconds(processes)
     load, elapsed = uvloop.run(run())

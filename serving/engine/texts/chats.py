@@ -110,14 +110,14 @@ class Chats(Generation):
 
 class _Answer:
     """parser: vLLM's parser of the model's text; it keeps the state of an answer. options: of the
-    chat template.
+    chat template, for the parser.
     """
 
     def __init__(self, path: Chats, request: Any) -> None:
         self._path = path
         self._request = request
         self._kind = path.parser(request)
-        self.options = path.options(request)
+        self.options = path.options(request) if self._kind else {}
         self.parser = self._new_parser()
         self._hides = self._kind is not None and not request.include_reasoning
         """Whether what could show reasoning is left out."""
@@ -162,8 +162,6 @@ class _Answer:
         self._last: Any = None
 
     def part(self, output: Any, result: Any, prompt: int) -> bytes:
-        if result is None:
-            return self._event(output)
         self._last = result
         if self._first is None:
             self._first = result

@@ -133,10 +133,13 @@ class Generation:
         Raises what vLLM raises, and ServingError.
         """
         request = self._read(call.request)
-        async with self._rejection_told(request, client):
+        try:
             answer, results = await self._ask(call, request, sink, client)
             if not request.stream:
                 body = answer.whole(await _last(results, client))
+        except BaseException:
+            await self._tell_of_rejection(request, client)
+            raise
         if not request.stream:
             await sink.answer(body)
             return
@@ -233,21 +236,16 @@ class Generation:
             "session_id": request.session_id or call.session or _session(request.vllm_xargs),
         }
 
-    @contextlib.asynccontextmanager
-    async def _rejection_told(self, request: Any, client: Any) -> AsyncGenerator[None, None]:
-        """If the block fails, tell the connector that KV of the request on another server is not
+    async def _tell_of_rejection(self, request: Any, client: Any) -> None:
+        """If a request fails, tell the connector that KV of the request on another server is not
         fetched.
         """
         transfer = self._transfers and request.kv_transfer_params
-        try:
-            yield
-        except BaseException:
-            if transfer and transfer.get("do_remote_prefill"):
-                try:
-                    await client.notify_kv_transfer_request_rejected(request.request_id, transfer)
-                except Exception:
-                    log.warning("the connector was not told of a rejected request", exc_info=True)
-            raise
+        if transfer and transfer.get("do_remote_prefill"):
+            try:
+                await client.notify_kv_transfer_request_rejected(request.request_id, transfer)
+            except Exception:
+                log.warning("the connector was not told of a rejected request", exc_info=True)
 
     # What answers have
 
@@ -305,9 +303,13 @@ async def _parts(answer: Answer, results: list[Any], client: Any) -> AsyncGenera
 async def _last(results: list[Any], client: Any) -> list[Any]:
     """The last result of each."""
     found: list[Any] = [None] * len(results)
-    async with contextlib.aclosing(merge_async_iterators(*results)) as merged:
-        async for number, result in merged:
-            found[number] = result
+    if len(results) == 1:  # as mostly; a generator more takes longer than what it does
+        async for found[0] in results[0]:
+            pass
+    else:
+        async with contextlib.aclosing(merge_async_iterators(*results)) as merged:
+            async for number, result in merged:
+                found[number] = result
     for result in found:
         for output in result.outputs:
             client.require_success(output.finish_reason)

@@ -140,8 +140,7 @@ class RequestFields(HintKeys, gc=False):
     @property
     def streamed(self) -> bool:
         """Whether the client wants a stream."""
-        given = bytes(self.stream) or b"null"
-        return flag(msgspec.json.decode(given)) not in (None, False)
+        return bool(self.stream) and flag(msgspec.json.decode(self.stream)) not in (None, False)
 
     def sequences(self, path: str) -> int:
         """Return the number of sequences that the engine runs for its call at this path."""

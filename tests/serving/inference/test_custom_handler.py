@@ -18,7 +18,6 @@ from serving.api.sessions import Sessions
 from serving.errors import UserCodeFailed
 from serving.http.bodies import Answer
 from serving.inference.request import HttpCall
-from serving.kv_cache.salt import Tenants
 from serving.observability.access_log import AccessRecord
 from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
@@ -412,7 +411,7 @@ async def test_a_request_that_is_cancelled_is_cancelled(tmp_path):
         scope = {"type": "http", "headers": [], **path}
         record, shape = AccessRecord("/invocations", scope), errors.shape("/invocations")
         call = HttpCall(scope, receive, Answer(send), record, shape)
-        answer = Invocations(it.settings, Sessions(None, Tenants(None))).answer(call, it.pipeline)
+        answer = Invocations(it.settings, Sessions(None)).answer(call, it.pipeline)
         task = asyncio.create_task(answer)
         await until_async(lambda: it.pipeline.code._process._calls)
         task.cancel()

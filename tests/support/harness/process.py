@@ -41,7 +41,8 @@ class Program:
 
     command, environ: `{port}` in them becomes the port. environ is set in addition to our own
     variables and OPTION_PORT. log: the file for its output; None for our own output. root: the
-    checkout to run from. port: a fixed port; None for a free one.
+    checkout to run from. port: a fixed port; None for a free one. health: the path that says
+    whether it is ready.
     """
 
     process: "subprocess.Popen[bytes] | Forked"
@@ -53,7 +54,9 @@ class Program:
         log: Path | None = None,
         root: Path = ROOT,
         port: int | None = None,
+        health: str = "/ping",
     ) -> None:
+        self._health = health
         self.port = port or ports.free()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -90,12 +93,12 @@ class Program:
             self.end()
 
     def ready(self, seconds: float = START_S) -> None:
-        """Wait until its /ping is 200. Raises NotReady."""
+        """Wait until its `health` is 200. Raises NotReady."""
         deadline = time.monotonic() + seconds
         with httpx.Client(base_url=self.url, timeout=10, verify=False) as client:
             while self.process.poll() is None and time.monotonic() < deadline:
                 with contextlib.suppress(httpx.TransportError):
-                    if client.get("/ping").status_code == 200:
+                    if client.get(self._health).status_code == 200:
                         self.children()
                         return
                 time.sleep(0.1)
