@@ -93,7 +93,7 @@ async def test_a_long_prompt_is_computed_on_one_replica_and_answered_by_the_othe
         assert answer.json()["replica"] == it.decodes.url
         # The prompt is in the store by then, except for its last partial chunk.
         why = answer.headers["x-slipway-route"]
-        assert why.startswith(f"prefixaware: {it.decodes.url} engine 0 shared 2,432 of 2,50")
+        assert why.startswith(f"prefixaware: {it.decodes.url} engine 0 shared 2,048 of 2,50")
         assert why.endswith(f" tokens, prefilled on {it.prefills.url}")
         (first,), (second,) = it.prefills.asked, it.decodes.asked
         assert (first.json(), first.target) == (body, second.target)
