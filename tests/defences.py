@@ -212,6 +212,11 @@ DEFENCES: Mapping[str, Removed] = {
         "tests/serving/inference/test_limits.py::test_custom_attributes_lead_nowhere_else",
         {"serving.api.invocations:Invocations._route": lambda *_: "/v1/models"},
     ),
+    "Names that clients make up fill the router's memory": Removed(
+        "tests/serving/router/policy/test_policies.py::"
+        "test_names_of_adapters_that_clients_make_up_are_not_kept_for_ever",
+        {"serving.router.policy.policies:MOST_ADAPTERS": 10**6},
+    ),
     "The id of a file or a batch leads elsewhere on disk": Removed(
         f"{BATCHES}test_ids_are_no_paths", {"serving.batch.store:_is": yes}
     ),

@@ -89,9 +89,8 @@ class _Plain:
         self._tokenizer = tokenizer
 
     def tokenized(self, prompt: Any, params: Any) -> Any:
-        """Return a prompt with its tokens (BaseRenderer.tokenize_prompt). vLLM's own tokenization
-        is left with what is no text alone, what is cut, and what needs more than tokens. Raises
-        what vLLM raises.
+        """Return a prompt with its tokens (BaseRenderer.tokenize_prompt). vLLM itself tokenizes
+        prompts that are more than text, are cut, or need more than tokens. Raises vLLM's errors.
         """
         tokenizer = self._tokenizer
         cuts = params.truncate_prompt_tokens is not None or tokenizer.truncation
