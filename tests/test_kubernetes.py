@@ -22,6 +22,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from starlette.testclient import TestClient
 
 from lmi_config.options import settings
 from lmi_config.options.declared import Settings
@@ -437,13 +438,14 @@ async def _routed(path: str) -> int:
 
 def test_probes_ask_what_is_answered() -> None:
     app: Any = create_app(Backend(Lifecycle(), Settings()), Settings(), Access(Settings()))
-    served = {route.path for route in app.routes}
+    client = TestClient(app)
     for it in OURS:
         probes = {name: it.container[name] for name in it.container if name.endswith("Probe")}
         assert probes.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
         paths = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
         if it.verb == "serve":
-            assert set(paths.values()) == {"/ping"} <= served
+            assert {*paths.values()} == {"/ping"}
+            assert client.get("/ping").status_code == 503  # it has no engine yet
             continue
         # A start without replicas does not succeed; a router that has lost them serves on.
         statuses = {name: asyncio.run(_routed(path)) for name, path in paths.items()}

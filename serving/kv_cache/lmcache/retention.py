@@ -11,18 +11,18 @@ Chunks are evicted in this order:
 A lease is never a promise: it refuses no store, and leases above the budget count as none.
 """
 
+import collections
 import heapq
 import threading
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import prometheus_client
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.eviction_policy.lru import LRUEvictionPolicy
 from lmcache.v1.distributed.internal_api import EvictionAction
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from serving.kv_cache import retention_hint
 from serving.kv_cache.retention_hint import RetentionHint
@@ -80,10 +80,10 @@ class Retention:
         self.clock = clock
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
-        self._of_tenants: Counter[str] = Counter()
+        self._of_tenants = collections.Counter[str]()
         self._chunks = 0
         self._policies: list[RetainingLRU] = []
-        self.evicted = prometheus_client.Counter(
+        self.evicted = Counter(
             "slipway_kv_evicted_chunks",
             "Chunks that a tier chose to evict, by what they were kept for.",
             ["state"],
@@ -181,7 +181,7 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
         self._retention = retention
         self._unwanted = _Use(_ANYONE, "", 0)
         self._leases: dict[_Use, None] = {}
-        self._of_tenants: Counter[str] = Counter()
+        self._of_tenants = collections.Counter[str]()
 
     def use(self, keys: Iterable[ObjectKey], use: _Use) -> _Use:
         """Take the news that a request has used the chunks, and return its use."""
@@ -233,7 +233,7 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
         with self._lock:
             count = max(int(len(self._order) * min(expected_ratio, 1.0)), 1)
             found: dict[ObjectKey, None] = {}
-            states = Counter[str]()
+            states = collections.Counter[str]()
             for state, key in self._by_worth():
                 if key in found or (key_eligible_filter and not key_eligible_filter(key)):
                     continue
