@@ -8,10 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.harness import ports
 from tests.support.models import default
 from tests.test_entrypoint import run
 
@@ -152,26 +150,6 @@ def test_all_the_tests_that_arguments_choose(ready, fast, e2e, code):
     assert call(ready, "test", "-k", "some").returncode == code
 
 
-HALVES = """
-[ "$1" != -c ] || exit 0
-case "$*" in *--ignore*) half=fast ;; *) half=e2e ;; esac
-echo "$half $SLIPWAY_FIRST_PORT"
-"""
-
-
-def test_both_halves_run_side_by_side_and_share_no_ports(ready):
-    """The output of each is whole, though one cannot end before the other has begun."""
-    begin = 'touch "$HOME.$half"; until [ -e "$HOME.fast" ] && [ -e "$HOME.e2e" ]; do :; done'
-    program(ready / ".venv/bin/python", f"{HALVES}{begin}; echo end")
-    stamp(ready, "dev")
-    fast, end, e2e, last = call(ready, "test").stdout.splitlines()
-    assert (end, last) == ("end", "end")
-    (first, port), (second, other) = fast.split(), e2e.split()
-    assert (first, second) == ("fast", "e2e")
-    workers = (os.cpu_count() or 1) * 3 // 2
-    assert int(other) == int(port) + workers * ports.PORTS
-
-
 @pytest.mark.parametrize(
     ("changed", "committed", "runs"),
     [
@@ -204,15 +182,6 @@ def test_tests_of_tools_run_where_tools_have_changed(ready, changed, committed, 
     assert ("--ignore tests/tools" not in ended.stdout) == runs
     assert ("leaving out tests/tools" not in ended.stderr) == runs
     assert "--ignore tests/tools" not in call(ready, "test", "fast", "-k", "some").stdout
-
-
-def test_a_half_that_is_interrupted_ends_the_other(ready):
-    fast = 'until [ -s "$HOME.e2e" ]; do :; done; exit 2'
-    e2e = 'echo $$ >"$HOME.e2e"; exec sleep 600'
-    program(ready / ".venv/bin/python", f"{HALVES}case $half in fast) {fast} ;; esac; {e2e}")
-    stamp(ready, "dev")
-    assert call(ready, "test").returncode == 2
-    assert not psutil.pid_exists(int((ready / "home.e2e").read_text()))
 
 
 @pytest.mark.parametrize(
