@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations' KV in the memory tier, on the real engine and LMCache: pauses, ends, compaction.
 
-vLLM's own prefix cache is off. The tier has room for 1.5 prompts of the longest length.
+vLLM's own prefix cache is off. The tier has room for 60 chunks, and LMCache evicts 12 of them once a
+second while it is nearly full.
 """
 
 import itertools
@@ -11,11 +12,12 @@ import pytest
 
 from tests.e2e.conftest import serving
 from tests.e2e.test_kv_tiers import CHUNK, ask
+from tests.support.harness.wait import until
 
 TOKEN = 2048
 """Bytes of a token's KV in the tiny model."""
-LONG = 28 * CHUNK
-L1 = 1.5 * LONG * TOKEN
+LONG = 8 * CHUNK
+L1 = 60 * CHUNK * TOKEN
 _seeds = itertools.count()
 
 
@@ -32,11 +34,21 @@ def say(served, tokens, session=None, **more):
     return cached
 
 
+def store(served, tokens, session):
+    """Ask until the tier has the prompt: LMCache stores nothing while the tier is full."""
+    until(lambda: say(served, tokens, session) >= (len(tokens) - 1) // CHUNK * CHUNK)
+
+
+def end(served, session):
+    """Its last turn. A prompt of less than a chunk does not reach the tiers."""
+    say(served, prompt(CHUNK), session, headers={"X-Slipway-Session-Final": "true"})
+
+
 def flood(served):
-    """One-shot prompts, three times as much as the tier has room for."""
-    for _ in range(6):
-        say(served, prompt(3 * LONG // 4))
-        time.sleep(1)  # LMCache evicts once a second
+    """One-shot prompts of 1.6 times the tier's size."""
+    for _ in range(12):
+        say(served, prompt(LONG + 1))
+        time.sleep(0.7)
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +67,28 @@ def small(tiny_options, tmp_path_factory):
 
 @pytest.mark.parametrize("session", ["paused", None])
 def test_a_paused_conversation_outlasts_one_shots(small, session):
-    tokens = prompt(LONG)
-    say(small, tokens, session)
-    time.sleep(1.5)
+    tokens = prompt(LONG + 1)
+    store(small, tokens, session)
     flood(small)
     cached = say(small, [*tokens, *prompt(8)], session)
     assert cached >= 0.95 * LONG if session else cached < 0.3 * LONG
-    say(small, prompt(8), session, headers={"X-Slipway-Session-Final": "true"})
+    if session:
+        end(small, session)
 
 
 def test_an_ended_conversation_goes_first(small):
-    tail = prompt(LONG // 2)
-    shared = prompt(LONG // 4)
-    say(small, [*shared, *tail], "ends")
-    say(small, [*shared, *prompt(CHUNK)], "sibling")
-    say(small, prompt(8), "ends", headers={"X-Slipway-Session-Final": "true"})
+    tail = prompt(5 * CHUNK)
+    shared = prompt(3 * CHUNK)
+    store(small, [*shared, *tail], "ends")
+    store(small, [*shared, *prompt(CHUNK)], "sibling")
+    end(small, "ends")
     flood(small)
-    cached = say(small, [*shared, *tail])
-    assert len(shared) // CHUNK * CHUNK <= cached <= len(shared) + CHUNK
-    say(small, prompt(8), "sibling", headers={"X-Slipway-Session-Final": "true"})
+    assert say(small, [*shared, *tail]) == len(shared)
+    end(small, "sibling")
 
 
 def test_leases_are_told(small):
-    say(small, prompt(2 * CHUNK), "told")
+    store(small, prompt(2 * CHUNK), "told")
     deadline = time.monotonic() + 10
     while not small.metric("slipway_kv_leases") and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -97,9 +97,10 @@ class _Plain:
         if prompt.keys() == {"prompt"} and not (cuts or params.return_token_offsets):
             read = params.apply_pre_tokenization(self._renderer.tokenizer, {**prompt})
             special = params.add_special_tokens
-            tokens = tokenizer.encode(read["prompt"], add_special_tokens=special).ids
-            if params.max_input_tokens is None or len(tokens) <= params.max_input_tokens:
-                prompt = {**read, "prompt_token_ids": tokens}
+            with contextlib.suppress(TypeError):  # a lone surrogate: vLLM refuses it in its words
+                tokens = tokenizer.encode(read["prompt"], add_special_tokens=special).ids
+                if params.max_input_tokens is None or len(tokens) <= params.max_input_tokens:
+                    prompt = {**read, "prompt_token_ids": tokens}
         return self._renderer.tokenize_prompt(prompt, params)
 
 
