@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations' KV in the memory tier, on the real engine and LMCache: pauses, ends, compaction.
 
-vLLM's own prefix cache is off. The tier has room for 60 chunks, and LMCache evicts 12 of them once a
-second while it is nearly full.
+vLLM's own prefix cache is off. The tier has room for 60 chunks. While it is nearly full, LMCache
+evicts 12 of them once a second.
 """
 
 import itertools
