@@ -21,17 +21,16 @@ L1 = 60 * CHUNK * TOKEN
 _seeds = itertools.count()
 
 
-def prompt(count, seed=None):
-    """So many tokens that no other prompt begins with."""
-    seed = next(_seeds) if seed is None else seed
+def prompt(count):
+    """A prompt of this number of tokens. No other prompt begins with them."""
+    seed = next(_seeds)
     return [2 + (seed * 7919 + place * place) % 4000 for place in range(count)]
 
 
-def say(served, tokens, session=None, **more):
-    """The cached tokens of a prompt, after it was stored."""
-    headers = {"X-Session-ID": session} if session else {}
-    _, cached = ask(served, tokens, {**headers, **more.pop("headers", {})}, max_tokens=1, **more)
-    return cached
+def say(served, tokens, session=None, headers=()):
+    """The cached tokens of a prompt."""
+    named = {"X-Session-ID": session} if session else {}
+    return ask(served, tokens, {**named, **dict(headers)}, max_tokens=1)[1]
 
 
 def store(served, tokens, session):
@@ -89,8 +88,5 @@ def test_an_ended_conversation_goes_first(small):
 
 def test_leases_are_told(small):
     store(small, prompt(2 * CHUNK), "told")
-    deadline = time.monotonic() + 10
-    while not small.metric("slipway_kv_leases") and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert small.metric("slipway_kv_leases") >= 1
+    until(lambda: small.metric("slipway_kv_leases") >= 1, 10)
     assert small.total("slipway_kv_evicted_chunks_total") > 0

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -117,7 +118,8 @@ class Retention:
             user = f"{hint.tenant}/{keys[-1].chunk_hash.hex()}"
         now = self.clock()
         until = now + hint.seconds if hint.seconds and not hint.final else 0
-        uses = [it.use(keys, _Use(user, hint.tenant, now, until, keys)) for it in self._policies]
+        leased = keys if until else ()
+        uses = [it.use(keys, _Use(user, hint.tenant, now, until, leased)) for it in self._policies]
         if not user:
             return
         with self._lock:
@@ -157,7 +159,7 @@ class Retention:
             del self._of_tenants[session.tenant]
         self._chunks -= len(session.keys)
         for use in session.uses:
-            use.until = 0
+            use.until, use.keys = 0, ()
         return session.keys
 
     def _discard(self, keys: Sequence[ObjectKey], user: str | None) -> None:
@@ -183,9 +185,9 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
         self._leases: dict[_Use, None] = {}
         self._of_tenants = collections.Counter[str]()
 
-    def use(self, keys: Iterable[ObjectKey], use: _Use) -> _Use:
+    def use(self, keys: Sequence[ObjectKey], use: _Use) -> _Use:
         """Take the news that a request has used the chunks, and return its use."""
-        shared = _Use(_ANYONE, use.tenant, use.at, use.until, use.keys)
+        shared = _Use(_ANYONE, use.tenant, use.at, use.until)
         with self._lock:
             for key in keys:
                 if key in self._order:
@@ -195,6 +197,8 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
                     else:
                         shared.until = max(shared.until, before.until)
                         self._put(key, shared)
+            if shared.until:
+                shared.keys = keys
             self._leases.update({it: None for it in (use, shared) if it.chunks and it.until})
         return use
 
@@ -253,7 +257,9 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
                 if use is self._unwanted:
                     yield "unwanted", key
         beyond = self._beyond_budget()
-        for _, state, key in heapq.merge(self._plain(beyond), self._leased(beyond), key=_time):
+        for _, state, key in heapq.merge(
+            self._plain(beyond), self._leased(beyond), key=itemgetter(0)
+        ):
             yield state, key
 
     def _plain(self, beyond: dict[_Use, int]) -> Iterator[tuple[float, str, ObjectKey]]:
@@ -296,7 +302,3 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
             of_tenants[use.tenant] -= kept
             beyond[use] = use.chunks - kept
         return beyond
-
-
-def _time(found: tuple[float, str, ObjectKey]) -> float:
-    return found[0]

@@ -113,6 +113,14 @@ def test_leases_refuse_no_eviction(tier):
     assert tier.evicted("leased") > 0
 
 
+def test_a_shared_chunk_keeps_its_lease_and_can_be_evicted(tier):
+    tier.asks("s", "turn a", seconds=300)
+    tier.asks("")  # the system prompt alone
+    flood(tier, 9)
+    assert tier.evicts(0.5) == [f"flood {number}x" for number in range(6)]
+    assert len(tier.evicts(1.0)) == 6
+
+
 def test_leases_beyond_the_budget_count_as_none_the_oldest_first(tier):
     for number in range(10):
         tier.asks(f"s{number}", f"turn {number}x", seconds=300, system=[])
@@ -209,6 +217,16 @@ def test_a_forgotten_conversation_loses_its_lease(tier, monkeypatch):
     tier.asks("new", "new a", seconds=300, system=[])
     flood(tier, 8)
     assert tier.evicts(0.2) == ["old a", "flood 0x"]
+
+
+def test_chunks_without_a_lease_keep_no_list_of_their_request(tier, monkeypatch):
+    """A tier has many chunks, and each list has all chunks of a request."""
+    tier.asks("", "plain a", "plain b", system=[])
+    tier.asks("old", "old a", seconds=300, system=[])
+    monkeypatch.setattr(leases, "SESSIONS", 1)
+    tier.asks("new", "new a", seconds=300, system=[])
+    lists = {key.chunk_hash.decode().rstrip("0"): it.keys for key, it in tier.policy._order.items()}
+    assert [name for name, keys in lists.items() if keys] == ["new a"]
 
 
 # The way of a hint, and the patch
