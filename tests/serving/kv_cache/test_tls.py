@@ -74,10 +74,10 @@ def stored(port: int) -> bool:
     adapter = shared_store.read(f"valkeys://localhost:{port}", {}).adapter
     assert adapter["tls_enable"]
     pool = ValkeyWorkerPool(
-        addresses=[("localhost", port)], num_workers=1, request_timeout=5, tls_enable=True
+        addresses=[("localhost", port)], num_workers=1, request_timeout=30, tls_enable=True
     )
     try:
-        return pool.submit_exists("never").result(10) is False
+        return pool.submit_exists("never").result(60) is False
     finally:
         pool.close()
 
