@@ -13,7 +13,7 @@ import msgspec
 from lmi_config.options.declared import Settings
 from serving.access.access import Access
 from serving.batch.objects import OtherCopies
-from serving.errors import NotReady
+from serving.errors import BadRequest, NotReady
 from serving.follow import kept
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import InferenceRequest
@@ -102,7 +102,9 @@ class _OtherCopy:
             await asyncio.gather(asking, lost, return_exceptions=True)
 
     async def _ask(self, request: InferenceRequest) -> None:
-        """Pass the copy's answer on. Raises EngineLost, and NotReady for another attempt later."""
+        """Pass the copy's answer on. Raises EngineLost, NotReady for another attempt later, and
+        BadRequest for an answer that is too long.
+        """
         scope = request.client.scope
         caller = msgspec.structs.replace(request.client.record.caller, background=True)
         headers = [(name.decode("latin-1"), it.decode("latin-1")) for name, it in scope["headers"]]
@@ -116,7 +118,10 @@ class _OtherCopy:
                 async for piece in answer.content.iter_any():
                     body += piece
                     if len(body) > LARGEST:
-                        raise aiohttp.ClientPayloadError
+                        raise BadRequest(
+                            f"the line's answer is longer than {LARGEST} bytes; ask for fewer "
+                            "tokens, choices or log probabilities"
+                        )
         except (aiohttp.ClientError, OSError):
             await self.look()
             raise EngineLost from None

@@ -195,12 +195,14 @@ def steady_path(folder: Path) -> Path:
         with contextlib.suppress(FileNotFoundError), (folder / "config.json").open("rb") as file:
             digest.update(file.read(LONGEST_JSON))
         link = folders.make(folders.place("served")) / f"model-{digest.hexdigest()[:16]}"
-        lock = os.open(f"{link}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            served_path(folder, link.name)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if link.samefile(folder):
-            return link
-        os.close(lock)
+        with contextlib.ExitStack() as stack:
+            lock = os.open(f"{link}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            stack.callback(os.close, lock)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                served_path(folder, link.name)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if link.samefile(folder):
+                stack.pop_all()  # this process keeps the lock
+                return link
     return folder

@@ -4,7 +4,8 @@
 `python -m tests.serving.copies.parts` is the supervisor; with a descriptor, as the supervisor
 starts it, it is a child. COPY_FAILS: the numbers of the copies that fail at their start, with the
 reason COPY_FAULT. If the file COPIES_END exists, copies that start end a moment later. COPY_SLOW:
-the seconds that an answer takes.
+the seconds that an answer takes. COPY_LONGEST: the maximum bytes of another copy's answer to a line
+of a batch.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
+from serving.batch import lanes
 from serving.copies import life, supervisor
 from serving.copies.__main__ import be
 from serving.copies.part import CopyPart
@@ -50,6 +52,7 @@ def child(part):
         others = shared.others if shared else None
         return await Server(listener, settings, start, others=others).run()
 
+    lanes.LARGEST = int(os.environ.get("COPY_LONGEST", lanes.LARGEST))
     adopt_orphans()
     with bound("127.0.0.1", settings.port, backlog=100) as listener:
         return asyncio.run(serve(listener))

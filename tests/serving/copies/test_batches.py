@@ -12,24 +12,27 @@ from tests.support.harness import metrics
 from tests.support.harness.wait import until
 
 LINES = 60
+LONGEST = 20_000
+"""Bytes of another copy's answer."""
 
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory):
     folder = tmp_path_factory.mktemp("batches")
-    with Container(folder, OPTION_BATCH_FOLDER=str(folder / "batches"), COPY_SLOW="0.3") as it:
+    environ = {"OPTION_BATCH_FOLDER": str(folder / "batches"), "COPY_SLOW": "0.3"}
+    with Container(folder, **environ, COPY_LONGEST=str(LONGEST)) as it:
         it.ready(120)
         yield it
 
 
-def begun(container, prompts):
+def begun(container, prompts, max_tokens=2):
     """The id of a new batch."""
     requests = [
         {
             "custom_id": f"line-{n}",
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"prompt": prompt, "max_tokens": 2},
+            "body": {"prompt": prompt, "max_tokens": max_tokens},
         }
         for n, prompt in enumerate(prompts)
     ]
@@ -95,6 +98,15 @@ def test_errors_of_another_copys_engine_are_those_of_ones_own(container):
     assert statuses == {(f"line-{n}", (400, 500)[n % 2]) for n in range(16)}
     bodies = {json.dumps(it["response"]["body"]) for it in found}
     assert len(bodies) == 2
+
+
+def test_another_copys_answer_that_is_too_long_is_its_lines_error(container):
+    words = LONGEST // 4
+    batch = ended(container, begun(container, ["word " * words] * 8, max_tokens=words))
+    assert 0 < batch["request_counts"]["failed"] < 8, "this copy's own engine has answered some"
+    for it in answers(container, batch["error_file_id"]):
+        assert it["response"]["status_code"] == 400
+        assert f"longer than {LONGEST} bytes; ask for fewer" in json.dumps(it["response"]["body"])
 
 
 def test_a_batch_goes_on_when_another_copy_hangs(container):

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lmi_config.options.parsers import CACHE_SOURCE
 from lmi_config.plan.compile_cache import MANIFEST, CompileCache
+from serving.kv_cache import fingerprints
 from serving.kv_cache.fingerprints import steady_path
 from serving.server.compile_cache import VARIABLES, Kept, prepare_model_infos
 
@@ -295,7 +297,15 @@ sys.stdin.read()
 """
 
 
-def test_a_model_has_the_same_path_wherever_it_is(tmp_path):
+def refused(*_):
+    raise PermissionError
+
+
+def descriptors():
+    return psutil.Process().num_fds()
+
+
+def test_a_model_has_the_same_path_wherever_it_is(tmp_path, monkeypatch):
     folders = []
     for name in ("one", "two"):
         folder = tmp_path / name
@@ -310,7 +320,15 @@ def test_a_model_has_the_same_path_wherever_it_is(tmp_path):
         one = Path(it.stdout.readline().strip())
         assert one != folders[0]
         assert one.samefile(folders[0])
+        opened = descriptors()
         assert steady_path(folders[1]) == folders[1], "another server uses the link"
+        assert descriptors() == opened
         it.stdin.close()
+        it.wait()
+        opened = descriptors()
+        with monkeypatch.context() as patched:
+            patched.setattr(fingerprints, "served_path", refused)
+            assert steady_path(folders[1]) == folders[1], "the link cannot be written"
+        assert descriptors() == opened
     assert steady_path(folders[1]) == one
     assert one.samefile(folders[1])
