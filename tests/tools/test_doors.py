@@ -107,6 +107,22 @@ def test_an_update_that_fails_ends_it_and_leaves_the_environment(ready, door, wo
     assert (ready / ".venv/bin/python").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("engine",), "say engine VERSION"),
+        (("engine", "--unpacked"), "say engine VERSION"),
+        (("bench", "nothing"), "there is no such bench"),
+        (("nothing",), "nothing: there is no such verb"),
+    ],
+)
+def test_a_verb_that_is_not_one_is_refused_before_anything_is_installed(root, words, reason):
+    ended = call(root, "dev", *words)
+    assert ended.returncode == 1
+    assert reason in ended.stderr
+    assert not (root / "build").exists()
+
+
 def test_what_is_ready_needs_no_uv(ready):
     path = os.environ["PATH"].split(":")
     without = ":".join(it for it in path if not Path(it, "uv").exists())
