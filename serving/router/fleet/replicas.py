@@ -122,11 +122,6 @@ class Replica(Load):
         if self.board:
             self.board.lighten(self)
 
-    @property
-    def has_tiers(self) -> bool:
-        """Whether it keeps KV beside its engine."""
-        return bool(self.capacity.memory or self.capacity.disk or self.capacity.store)
-
     def hands_over_to(self, other: "Replica", *, fetching: bool) -> bool:
         """Whether another can get KV that this one has computed. fetching: also if it needs the
         address of the KV.
