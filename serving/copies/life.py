@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ SERVERS_S = SHUTDOWN.engine
 Tasks = list["asyncio.Task[None]"]
 
 
-class Container:
+class Container(ABC):
     """A container's router and servers. A subclass has the servers."""
 
     def __init__(
