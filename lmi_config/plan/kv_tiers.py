@@ -553,7 +553,7 @@ def ports(machine: Machine) -> Ports:
 
 EVENTS = 4096
 """Events of a cache server that a router can read again after a lost connection. An event has the
-tokens of a chunk, so these take about 40 MiB with chunks of 256 tokens. LMCache keeps 32,768.
+tokens of a chunk, so these take about 5 MiB with chunks of 256 tokens. LMCache keeps 32,768.
 """
 
 

@@ -17,7 +17,7 @@ from serving.patching import patch
 
 START = (
     *(abandoned_writes.PATCH, forgotten_workers.PATCH, null_chunks.PATCH, summed_tenants.PATCH),
-    *(shared_events.SALTS, shared_events.TOKENS),
+    *(shared_events.SALTS, shared_events.TOKENS, shared_events.PACKED),
 )
 PATCHES = (*START, retained_sessions.PATCH, disk_files.PATCH, tiered_objects.PATCH)
 

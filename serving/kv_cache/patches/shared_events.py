@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines report to routers the chunks that all requests share, and no others."""
+"""Engines report to routers the chunks that all requests share, and no others. The server keeps the
+reports in little memory.
+"""
 
+import dataclasses
 import functools
+from array import array
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from serving.patching.patch import CACHE_SERVER, Name, Patch, replace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmcache.v1.mp_observability.event import Event
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
@@ -50,6 +57,53 @@ def _put_tokens() -> None:
     replace(EngineDrivenTransferModule, "prepare_store", make)
 
 
+def _put_packed() -> None:
+    from lmcache.v1.multiprocess.modules.kv_events import KVEventModule
+
+    replace(KVEventModule, "__init__", _with_packed_bindings)
+    replace(KVEventModule, "_append_kv_event", _packed)
+    replace(KVEventModule, "read_kv_events", _unpacked)
+
+
+class _Bindings(OrderedDict[bytes, "tuple[Sequence[int], bytes | None]"]):
+    """A chunk's hash → its tokens and the hash of the chunk before it."""
+
+    def __setitem__(self, name: bytes, binding: "tuple[Sequence[int], bytes | None]") -> None:
+        tokens, parent = binding
+        super().__setitem__(name, (array("I", tokens), parent))
+
+
+def _with_packed_bindings(init: Any) -> Any:
+    @functools.wraps(init)
+    def initialised(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._kv_event_bindings = _Bindings()
+
+    return initialised
+
+
+def _packed(append: Any) -> Any:
+    @functools.wraps(append)
+    def appended(self: Any, *args: Any) -> None:
+        append(self, *args)
+        event = self._kv_event_log[-1]
+        event.token_ids = array("I", event.token_ids)
+
+    return appended
+
+
+def _unpacked(read: Any) -> Any:
+    @functools.wraps(read)
+    def events(self: Any, model_name: str, cursor: int, max_events: int) -> Any:
+        batch = read(self, model_name, cursor, max_events)
+        batch.events = [
+            dataclasses.replace(it, token_ids=list(it.token_ids)) for it in batch.events
+        ]
+        return batch
+
+    return events
+
+
 SALTS = Patch(
     name="salted_events",
     process=CACHE_SERVER,
@@ -88,4 +142,29 @@ TOKENS = Patch(
     without="routers do not learn the contents of the tiers of engines without a GPU",
     closed=False,
     put=_put_tokens,
+)
+PACKED = Patch(
+    name="packed_events",
+    process=CACHE_SERVER,
+    names=(
+        Name(
+            f"{_MODULES}.kv_events:KVEventModule",
+            has=("_kv_event_bindings", "_kv_event_log"),
+        ),
+        Name(
+            f"{_MODULES}.kv_events:KVEventModule._append_kv_event",
+            "self, kind, model_name, hashes, parent, tokens",
+        ),
+        Name(
+            f"{_MODULES}.kv_events:KVEventModule.read_kv_events",
+            "self, model_name, cursor, max_events",
+        ),
+        Name("lmcache.v1.multiprocess.custom_types:KVEventRecord", has=("token_ids",)),
+    ),
+    does="Keeps the tokens of chunks in 4 bytes each.",
+    why="LMCache keeps the tokens of up to 65,536 stored chunks, and of the last events, as lists "
+    "of Python's numbers: 36 bytes a token, or 600 MiB with chunks of 256 tokens.",
+    without="the cache server takes up to nine times the memory for its events",
+    closed=False,
+    put=_put_packed,
 )

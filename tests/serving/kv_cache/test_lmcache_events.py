@@ -3,8 +3,10 @@
 modules.
 """
 
+import tracemalloc
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.mp_observability.event import Event, EventType
@@ -44,11 +46,14 @@ class Bus:
 def server(monkeypatch):
     """LMCache's modules for events and for engines that copy KV themselves."""
     for owner, name in (
+        (KVEventModule, "__init__"),
+        (KVEventModule, "_append_kv_event"),
         (KVEventModule, "_record_kv_event"),
+        (KVEventModule, "read_kv_events"),
         (EngineDrivenTransferModule, "prepare_store"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    for patch in (shared_events.SALTS, shared_events.TOKENS):
+    for patch in (shared_events.SALTS, shared_events.TOKENS, shared_events.PACKED):
         patch.apply()
     sessions = SimpleNamespace(
         get=lambda _: None, get_or_create=lambda _: SimpleNamespace(extras={})
@@ -113,6 +118,27 @@ def test_chunks_of_tenants_and_adapters_are_not_reported(server):
 def test_the_tokens_come_from_the_first_rank(server):
     store(server, worker=1)
     assert reported(server) == []
+
+
+def test_a_stored_chunk_takes_little_memory(server):
+    """A list of Python's numbers has 36 bytes a token. The server keeps 65,536 such lists."""
+    chunks, length = 100, 256
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for n in range(chunks):
+            tokens = [[1000 + n * length + place for place in range(length)]]
+            about = {"chunk_hashes": [b"%d" % n], "token_chunks": tokens, "parent_hashes": [None]}
+            server.bus.publish(Event(EventType.MP_TOKENS, metadata=about))
+            keys = [ObjectKey(b"%d" % n, "model", 0)]
+            server.bus.publish(Event(EventType.L1_WRITE_FINISHED, metadata={"keys": keys}))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    batch = server.events.read_kv_events("model", 0, chunks)
+    assert [it.token_ids[0] for it in batch.events] == [1000 + n * length for n in range(chunks)]
+    assert msgspec.json.decode(msgspec.json.encode(batch.events[0].token_ids))[-1] == 1255
+    assert (after - before) / chunks / length < 12
 
 
 def test_lmcache_still_finds_its_handler(server):
