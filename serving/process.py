@@ -62,13 +62,16 @@ class StopSignals:
         await self._hurry.wait()
 
 
-def keep_freed_memory(size: int) -> None:
-    """Make the C library keep up to `size` freed bytes, and use them for blocks up to that size.
+def keep_freed_memory(size: int, largest: int) -> None:
+    """Make the C library keep up to `size` freed bytes, and use them for blocks below `largest`
+    bytes. Larger blocks return to the kernel when they are freed. There are two heaps. Call it
+    before the process has threads.
 
     By default (mallopt(3)) it returns free memory above 128 KiB at the end of its heap to the
-    kernel at once, and the kernel must clear it for the next use.
+    kernel at once, and the kernel must clear it for the next use. Large blocks would stretch a
+    heap: between them, pages with a small block that is still used stay allocated.
     """
-    _mallopt({_M_TRIM_THRESHOLD: size, _M_MMAP_THRESHOLD: size})
+    _mallopt({_M_TRIM_THRESHOLD: size, _M_MMAP_THRESHOLD: largest, _M_ARENA_MAX: _HEAPS})
 
 
 def return_freed_memory(size: int) -> None:

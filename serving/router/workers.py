@@ -30,6 +30,8 @@ FREED = 32 * 1024 * 1024
 more CPU time. Once a minute return_heaps() returns them all the same, so that an idle router is
 small: that costs the next bodies 15 ms together.
 """
+LARGE = 1024 * 1024
+"""Bytes of a block that goes back to the kernel when it is freed. Few bodies are this large."""
 RESTART_S = 1.0
 """Before a process that has died is started again."""
 QUICK_S = 10.0
@@ -50,7 +52,7 @@ def route(
     copies or models, if it has any; several models need one process.
     """
     raise_open_files()  # a request takes two
-    keep_freed_memory(FREED)
+    keep_freed_memory(FREED, LARGE)
     try:
         listener = listener or bound(settings.host, settings.port, shared=True)
     except CannotListen as error:

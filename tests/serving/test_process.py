@@ -118,7 +118,7 @@ def test_adopted_children_are_waited_for_and_no_others():
 BODIES = """
 import resource, sys
 from serving.process import keep_freed_memory
-keep_freed_memory(int(sys.argv[1]))
+keep_freed_memory(int(sys.argv[1]), 1024 * 1024)
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -140,6 +140,30 @@ def test_freed_memory_is_used_again():
         return int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
 
     assert faults(32 * 1024 * 1024) < 1000 < faults(128 * 1024)
+
+
+STRETCHED = """
+import sys, psutil
+from serving.process import keep_freed_memory
+keep_freed_memory(32 * 1024 * 1024, int(sys.argv[1]))
+kept = []
+for number in range(20):
+    bodies = []
+    for _ in range(10):
+        bodies.append(b"1" * 4_000_000)
+        kept.append(b"1" * 1000)
+(heap,) = [it for it in psutil.Process().memory_maps(grouped=False) if it.path == "[heap]"]
+start, end = (int(it, 16) for it in heap.addr.split("-"))
+print(end - start)
+"""
+
+
+def test_large_blocks_do_not_stretch_a_heap():
+    def heap(largest):
+        command = [sys.executable, "-c", STRETCHED, str(largest)]
+        return int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
+
+    assert heap(1024 * 1024) < 0.5 * heap(32 * 1024 * 1024)
 
 
 PEAKS = """
