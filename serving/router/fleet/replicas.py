@@ -234,7 +234,7 @@ class ReplicaPool:
         self.first_bytes: deque[float] = deque(maxlen=FIRST_BYTES)
         """Seconds that the latest answers took to begin."""
         self.accuracy = Accuracy()
-        """Of forecasts of the time to the first token."""
+        """The accuracy of forecasts of the time to the first token."""
         self._closed: frozenset[str] = frozenset()
         """The names of replicas that get no more requests, because they make room for others."""
         self.probed = asyncio.Event()

@@ -15,13 +15,13 @@ FADES = 0.95
 LEAST = 10
 """A replica's answers that a forecast needs."""
 MEMORY_S = 60.0
-"""After this many seconds without an answer, what was learnt of a replica is forgotten. So a
-replica that was avoided because it was slow is tried again.
+"""The learner forgets a replica after this many seconds without an answer. So a replica that was
+avoided because it was slow is tried again.
 """
 SHORTEST_S = 0.001
 """Shorter times count as this one, in weights and ratios."""
 RATIOS = 200
-"""Forecasts that the decision whether to trust them is made of, at most, and half of it at
+"""The latest forecasts decide whether forecasts are trusted: this number at most, half of it at
 least.
 """
 LOOKED_AT = 20
@@ -62,15 +62,15 @@ class FirstToken:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def forecast(self, tokens: float, now: float) -> float | None:
-        """Seconds to the first token with so many tokens to compute before it. None while too
-        little is known.
+        """Seconds to the first token. None while too little is known. tokens: to compute before
+        it.
         """
         if self._answers < LEAST or now - self._at > MEMORY_S:
             return None
         return self.base + self.rate * tokens
 
     def awaited(self, tokens: float, now: float) -> Awaited:
-        """A request is sent, and there are so many tokens to compute before its answer."""
+        """A request is sent. tokens: to compute before its first token, its own included."""
         return Awaited(now, tokens, self.forecast(tokens, now))
 
     def learn(self, awaited: Awaited, now: float) -> float | None:
@@ -100,7 +100,7 @@ class FirstToken:
 
 
 class Quartiles(NamedTuple):
-    """Of forecast ÷ measured."""
+    """The quartiles of forecast ÷ measured."""
 
     first: float
     median: float
@@ -128,6 +128,6 @@ class Accuracy:
 
     @property
     def quartiles(self) -> Quartiles:
-        """Of the latest forecasts, at least one."""
+        """The quartiles of the latest forecasts, of which there must be one."""
         ratios = sorted(self._ratios)
         return Quartiles(*(ratios[len(ratios) * n // 4] for n in (1, 2, 3)))

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 class Clock:
-    """The clock of placements, which is set forward where a replica is to be slow."""
+    """The clock of placements. A slow replica sets it forward."""
 
     perf_counter = staticmethod(time.perf_counter)
 
@@ -63,7 +63,7 @@ async def unequal(clock: Clock, **settings: int) -> AsyncIterator[Routed]:
 
 
 async def ask(it: Routed, count: int, *, stream: bool = True, **headers: str) -> Counter[int]:
-    """So many new prompts, one after another. Returns how many each replica got, by its place."""
+    """Send new prompts, one after another. Returns the number that each replica got, by place."""
     before = [len(replica.asked) for replica in it.fleet]
     for _ in range(count):
         body = {"prompt": f"{next(_numbers)} new", "stream": stream}
@@ -109,7 +109,7 @@ async def test_a_request_goes_where_its_objective_is_expected_to_be_met(clock):
         assert await ask(it, 4, stream=False, **GOAL) == {0: 4, 1: 0}
         assert (await ask(it, 4))[1] > 0
         # Where none is expected to meet it, the choice is as without it.
-        it.router.pool.replicas[0].first_token.base = SLOW_S
+        it.router.pool.named[it.fleet[0].url].first_token.base = SLOW_S
         assert (await ask(it, 4, **GOAL))[1] > 0
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecasts of the time to the first token: how good they are, and what an objective for the first
-token gains by them, in front of replicas that are alike and of unequal ones.
+"""Forecasts of the time to the first token: their accuracy, and the gain of choices by an objective
+for the first token. Replicas are equal, or one of them is slower.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from tools.routing_sim.report import line, percentile
 from tools.routing_sim.workloads import document_case, unshared_case
 
 STRATEGY = "prefixaware"
-COLUMNS = ("", "objective", "P50", "P90", "P99", "missed", "forecast", "/ measured", "by quarter")
+COLUMNS = ("", "objective", "P50", "P90", "P99", "missed", "ratio Q1", "median", "Q3")
 
 
 class Result(NamedTuple):
@@ -24,7 +24,7 @@ class Result(NamedTuple):
     ratios: list[float]
 
     def missed(self, within: float) -> float:
-        """The share of requests without a first token in so many seconds."""
+        """The share of requests whose first token took longer than `within` seconds."""
         return sum(it > within for it in self.ttfts) / len(self.ttfts)
 
     def quartiles(self) -> list[float]:
@@ -32,15 +32,15 @@ class Result(NamedTuple):
 
 
 def cases(times: float) -> dict[str, Case]:
-    """times: how many requests, of the usual number. Objectives are three times an idle replica's
-    time, about: for short prompts, and for documents that no cache has on half the speed.
+    """times: the number of requests, relative to the usual one. The objectives: twice the median
+    for short prompts; less than half the usual speed takes for a document that no cache has.
     """
     prompts = replace(unshared_case(150, round(4500 * times)), within=0.15)
     documents = replace(document_case(8000, 10, 20, round(2000 * times)), within=0.6)
     return {
-        "prompts, alike": prompts,
+        "prompts, equal": prompts,
         "one 1/3 as fast": replace(prompts, slow=3.0),
-        "documents, alike": documents,
+        "documents, equal": documents,
         "one half as fast": replace(documents, slow=2.0),
     }
 
@@ -59,9 +59,9 @@ def simulate(case: Case, seeds: int) -> Result:
 
 
 def run(times: float, seeds: int, say: Callable[[str], None]) -> bool:
-    """Compare choices with an objective and without. Whether the forecasts are as good as a choice
-    by them needs, and fewer requests miss their objective by it, or about as few. times: as cases()
-    has it.
+    """Compare choices with an objective and without. Returns whether the forecasts are good enough
+    for choices, and the choices do not make more requests miss the objective. times: as cases() has
+    it. ratio: forecast / measured.
     """
     say(line(COLUMNS))
     fine = True

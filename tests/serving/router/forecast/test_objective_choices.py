@@ -19,7 +19,7 @@ STEPS = st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=20)
 
 
 def teach(load: Load, base: float) -> None:
-    """Its first tokens take so many seconds, whatever is queued."""
+    """Its first tokens take this time in seconds, whatever is queued."""
     for tokens in range(LEAST):
         load.first_token.learn(Awaited(-base, tokens, None), 0.0)
 
