@@ -155,7 +155,7 @@ def test_a_noisy_tenant_delays_others_less_where_requests_wait_at_the_router(mon
 
 
 def test_an_objective_is_missed_less_often_if_replicas_are_chosen_by_it():
-    """One of two replicas is three times as slow, too slow for the objective."""
+    """There are two replicas; the first is three times as slow, too slow for the objective."""
     case = replace(unshared_case(30, 900), replicas=2, slow=3.0, within=0.12)
     without, by_it = (slo.simulate(it, 1) for it in (replace(case, within=None), case))
     assert by_it.missed(0.12) < without.missed(0.12)

@@ -128,6 +128,6 @@ class Accuracy:
 
     @property
     def quartiles(self) -> Quartiles:
-        """The quartiles of the latest forecasts, of which there must be one."""
+        """The quartiles of the latest forecasts. There must be one."""
         ratios = sorted(self._ratios)
         return Quartiles(*(ratios[len(ratios) * n // 4] for n in (1, 2, 3)))

@@ -34,7 +34,7 @@ def fleet(replicas: list[tuple[int, int, float]], *, learnt: bool) -> list[Load]
     return loads
 
 
-def choices(loads: list[Load], steps: list[int], within: float | None) -> list[object]:
+def choices(loads: list[Load], steps: list[int], within: float | None) -> list[str]:
     """The choice for each prompt, one after another."""
     policy, found = PrefixAware(PrefixIndex()), []
     for now, step in enumerate(steps):
