@@ -506,7 +506,8 @@ class Settings:
         section=Section.SERVER,
         default_text="none",
         help="Objective for the time to first token, in milliseconds; `slipway_slo_requests_total` "
-        "counts requests that meet or miss it.",
+        "counts requests that meet or miss it, and `route` chooses servers by it "
+        "(docs/guides/routing.md).",
     )
     slo_itl_ms: int | None = _option(
         integer(low=1),

@@ -51,6 +51,11 @@ FIRST_BYTE = Histogram(
     "From a whole request to the first byte of its answer.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
+FORECAST = Histogram(
+    "slipway_router_first_token_forecast_ratio",
+    "Forecast / measured time to the first token of streamed answers.",
+    buckets=(0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.7, 2, 4),
+)
 PROMPT_TOKENS = Counter("slipway_router_prompt_tokens", "Prompt tokens, about.")
 CACHED_TOKENS = Counter(
     "slipway_router_cached_tokens", "Prompt tokens that their replica was expected to have cached."
@@ -221,6 +226,7 @@ class Tally:
         DECISION.flush()
         TURN_RECOMPUTED.flush()
         FIRST_BYTE.flush()
+        FORECAST.flush()
         HELD.flush()
         self.requests.clear()
         self.prompt_tokens = self.cached_tokens = 0

@@ -7,6 +7,7 @@ import asyncio
 import copy
 import hashlib
 import logging
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
@@ -20,15 +21,16 @@ from serving import errors
 from serving.access.caller import Caller, HandOver, Phase
 from serving.access.limits import Limiter
 from serving.cache_hints import hints
-from serving.errors import NotReady, Overloaded, ServingError, Shed
+from serving.errors import BadRequest, NotReady, Overloaded, ServingError, Shed
 from serving.observability import logs
 from serving.observability.redaction import redacted
 from serving.observability.tracing import Span, Tracer
-from serving.protocol import ADAPTERS, MANAGEMENT, REQUEST_ID
+from serving.protocol import ADAPTERS, MANAGEMENT, REQUEST_ID, SLO_TTFT_MS
 from serving.router import metrics
 from serving.router.fleet.circuit_breaker import is_error
 from serving.router.fleet.prefill import prefill
 from serving.router.fleet.replicas import Replica, ReplicaPool
+from serving.router.forecast.first_token import Awaited
 from serving.router.http.forwarded_request import Headers, Request
 from serving.router.metrics import Tally
 from serving.router.models.model_messages import Row
@@ -37,7 +39,7 @@ from serving.router.peers import Peers
 from serving.router.policy import phases
 from serving.router.policy.candidates import Candidates
 from serving.router.policy.conversations import Conversations
-from serving.router.policy.policies import Choice, Policy
+from serving.router.policy.policies import Choice, Policy, PrefixAware
 from serving.router.policy.replica_load import PER_REQUEST, Work
 from serving.router.policy.routing_request import Reader, RoutingRequest
 from serving.router.policy.tiers import Held, described
@@ -58,6 +60,7 @@ CLIENT_LEFT = 499
 """The status of a request whose client left before it had an answer's."""
 
 _UNREAD = RoutingRequest()
+_MILLISECONDS = re.compile(rb"[1-9][0-9]{0,8}")
 _OF_ONE = (f"{MANAGEMENT[0]}/", *ADAPTERS)
 """The beginnings of paths that are about one model of several."""
 
@@ -103,6 +106,8 @@ class Routing:
     """The requests that wait for a replica."""
     hold: int
     """Seconds that one may wait there; 0 for none."""
+    within: float | None
+    """Seconds that the first token of an answer may take, if its request does not say so."""
     timeouts: Timeouts
     tls: ssl.SSLContext
     """Knows the authorities of encrypted replicas."""
@@ -209,6 +214,8 @@ class Placement:
         self._work: Work | None = None
         self._reason = Held(), False  # expected hits at its replica; whether by its session
         self._divisible = False
+        self._foreseeable = False  # whether the first token shows in the answer
+        self._awaited: Awaited | None = None
         self._prefilled_on = ""
         self._prefilled: Fetch | None = None  # for the next replica that is chosen
         self.fetch: Fetch | None = None
@@ -244,7 +251,12 @@ class Placement:
             divides = self._routing.prefill_tokens and not request.streamed
             self._divisible = bool(divides) and generates(request.path)
             self._tenant = request.tenant
+            within = self._objective(request)
             found = self._routing.read(request.named, body, request.target, request.tenant)
+            knows = isinstance(self._policy, PrefixAware)
+            self._foreseeable = knows and found.streamed and not request.streamed
+            if within and self._routing.pool.accuracy.trusted:
+                found = msgspec.structs.replace(found, within=within)
             hints.count(found.intent)
             if found.adapter and not request.caller.may_use(found.adapter):
                 found = msgspec.structs.replace(found, adapter="")  # for it there is none
@@ -254,6 +266,15 @@ class Placement:
             self.inference or request.path.startswith(_OF_ONE)
         ):
             self._find_model(models, request)
+
+    def _objective(self, request: Request) -> float | None:
+        """Seconds that its first token may take. Raises BadRequest."""
+        if (given := request.named.get(SLO_TTFT_MS)) is None:
+            return self._routing.within
+        if not _MILLISECONDS.fullmatch(given):
+            name, value = SLO_TTFT_MS.decode(), given.decode("latin-1")
+            raise BadRequest(f"{name}: {value!r:.100} is not a number of milliseconds, like 500")
+        return int(given) / 1000
 
     def _find_model(self, models: OwnModels, request: Request) -> None:
         """Send it to the server of the model that it names. An adapter's name means the adapter's
@@ -464,6 +485,8 @@ class Placement:
             self._count_turn(choice, candidates)
         self._go(choice, now)
         self._take_prefilled(self.replica)
+        if self._foreseeable and not home and not self._prefilled_on:
+            self._awaited = choice.replica.first_token.awaited(choice.replica.queued, now)
         if self.inference:
             metrics.DECISION.add(time.perf_counter() - began)
             routing.tally.prompt_tokens += features.tokens
@@ -583,8 +606,18 @@ class Placement:
     def first_byte(self, waited: float) -> None:
         """Record the first byte of its answer after this many seconds: its prompt is computed."""
         self._routing.pool.first_bytes.append(waited - (self.held_s or 0.0))
+        self._learn_first_token()
         self.computed()
         self.heard()
+
+    def _learn_first_token(self) -> None:
+        awaited, self._awaited = self._awaited, None
+        if not (awaited and self.replica and self._answers):
+            return
+        ratio = self.replica.first_token.learn(awaited, time.monotonic())
+        if ratio is not None:
+            self._routing.pool.accuracy.add(ratio)
+            metrics.FORECAST.add(ratio)
 
     def heard(self) -> None:
         """Its replica answers it, and charges its tokens."""
@@ -642,6 +675,7 @@ class Placement:
             self._trial = False
             self.replica.breaker.abandoned(time.monotonic())
         self._routing.placements.discard(self)
+        self._awaited = None
         replica, self.replica = self.replica, None
         if replica and self._work:
             replica.end(self._work)

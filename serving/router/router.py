@@ -186,6 +186,7 @@ class Router:
             retries=RetryBudget(),
             held=held,
             hold=settings.router_hold,
+            within=settings.slo_ttft_ms / 1000 if settings.slo_ttft_ms else None,
             timeouts=Timeouts(settings.router_first_byte_timeout, settings.router_idle_timeout),
             tls=tls,
             tally=Tally(),

@@ -14,7 +14,7 @@ import pytest
 
 from tools.routing_sim import __main__ as routing_sim
 from tools.routing_sim import apart as apart_module
-from tools.routing_sim import combined, engine, large, noisy
+from tools.routing_sim import combined, engine, large, noisy, slo
 from tools.routing_sim.fleet import Fleet
 from tools.routing_sim.model import B32, B70, Apart, Case, Request, Tier
 from tools.routing_sim.report import simulate
@@ -152,6 +152,27 @@ def test_a_noisy_tenant_delays_others_less_where_requests_wait_at_the_router(mon
     assert noisy.run(12, said.append)
     rows = [it.split() for it in said if "slots" in it or "no wait" in it]
     assert [row[0] for row in rows] == ["no", "10", "8"] * 2
+
+
+def test_an_objective_is_missed_less_often_if_replicas_are_chosen_by_it():
+    """There are two replicas; the first is three times as slow, too slow for the objective."""
+    case = replace(unshared_case(30, 900), replicas=2, slow=3.0, within=0.12)
+    without, by_it = (slo.simulate(it, 1) for it in (replace(case, within=None), case))
+    assert by_it.missed(0.12) < without.missed(0.12)
+    first, median, third = without.quartiles()
+    assert 0.7 < first < median < third < 1.4
+
+
+def test_the_comparison_of_choices_by_an_objective(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["simulate", "--slo", "--seeds", "1"])
+    some = replace(unshared_case(30, 300), replicas=2, within=0.12)
+    monkeypatch.setattr(slo, "cases", lambda times: {"some": some})
+    routing_sim.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert [row[:28].split() for row in rows[1:]] == [["some", "-"], ["0.12"]]
+    monkeypatch.setattr(slo, "TRUSTED", (2.0, 3.0))
+    with pytest.raises(SystemExit):
+        routing_sim.main()
 
 
 DOCUMENT, OTHER = (5000, 10_240), (6000, 10_240)

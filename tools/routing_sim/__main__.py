@@ -19,7 +19,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tools.routing_sim import apart, combined, large, noisy
+from tools.routing_sim import apart, combined, large, noisy, slo
 from tools.routing_sim.model import REPLICAS
 from tools.routing_sim.report import Found, plot, run, targets
 from tools.routing_sim.rivals import ARMS, BASE, OURS
@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="prefill and decode apart, that alone")
     noisy_help = "one noisy tenant, with requests that wait at the router and without, that alone"
     parser.add_argument("--noisy", action="store_true", help=noisy_help)
+    slo_help = "choices by an objective for the first token, and without, that alone"
+    parser.add_argument("--slo", action="store_true", help=slo_help)
     large_help = (
         "large fleets of these sizes, that alone: what it costs not to measure all replicas"
     )
@@ -69,6 +71,11 @@ def main() -> None:
     if options.noisy:
         if not noisy.run(15 if options.quick else 60, say=partial(print, flush=True)):
             sys.exit("requests that wait at the router gain nothing")
+        return
+    if options.slo:
+        times = 0.5 if options.quick else 1
+        if not slo.run(times, options.seeds or 3, say=partial(print, flush=True)):
+            sys.exit("forecasts are too far off, or an objective is missed more often by them")
         return
     if options.apart:
         seconds = apart.SECONDS / (2 if options.quick else 1)

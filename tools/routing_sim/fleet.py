@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+from serving.router.forecast.first_token import Accuracy, Awaited
 from serving.router.policy import phases
 from serving.router.policy.candidates import Candidates
 from serving.router.policy.kv_index import BlockRemoved, BlockStored, KvIndex
@@ -51,7 +52,10 @@ class Fleet:
         self._listens = arm in WITH_EVENTS
         self._engines: dict[str, Engine] = {}
         self._up: list[Load] = []
-        self._runs: dict[Run, None] = {}
+        self._runs: dict[Run, Awaited] = {}
+        self._accuracy = Accuracy()
+        self.ratios: list[tuple[float, float]] = []
+        """Each forecast ÷ measured time to a first token, behind the time that it came."""
         self._l2 = Shared(case.l2) if case.l2 else None
         self._held = HeldQueue(10**9, 10**9, lambda: self.clock.now) if case.slots else None
         self._prefilling: list[Load] = []
@@ -123,7 +127,8 @@ class Fleet:
         now = self.clock.now
         answer = (-request.parts[-1][0], request.output)
         links = chain((*request.parts, answer), BLOCK, request.adapter)
-        prompt = Prompt.of(request, links, self._listens)
+        within = self.case.within if self._accuracy.trusted else None
+        prompt = Prompt.of(request, links, self._listens, within)
         choice = self._policy.choose(prompt, self._candidates, now)
         apart = self.case.apart
         first = None
@@ -145,7 +150,7 @@ class Fleet:
         work = load.begin(prompt.tokens, held, streamed=True, now=now)
         engine = self._engines[load.name]
         run = Run(request, prompt.tokens, links, engine, load, work)
-        self._runs[run] = None
+        self._runs[run] = load.first_token.awaited(load.queued, now)
         self.clock.at(now + self.case.profile.overhead_s, partial(engine.receive, run))
         return run
 
@@ -153,6 +158,10 @@ class Fleet:
         """The answer's first byte."""
         run.load.computed(run.work)
         run.request.first = self.clock.now
+        ratio = run.load.first_token.learn(self._runs[run], self.clock.now)
+        if ratio is not None:
+            self._accuracy.add(ratio)
+            self.ratios.append((self.clock.now, ratio))
 
     def ended(self, run: Run) -> None:
         run.load.end(run.work)

@@ -118,7 +118,13 @@ class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
     parts: Parts
 
     @classmethod
-    def of(cls, request: Request, links: Sequence[int], tokenized: bool) -> "Prompt":
+    def of(
+        cls,
+        request: Request,
+        links: Sequence[int],
+        tokenized: bool,
+        within: float | None = None,
+    ) -> "Prompt":
         """links: a chain of the request and its answer."""
         tokens = request.tokens
         links = links[: tokens // BLOCK]
@@ -130,6 +136,7 @@ class Prompt(RoutingRequest, frozen=True, kw_only=True, dict=True):
             plain=True,
             adapter=f"adapter{request.adapter}" if request.adapter else "",
             session=request.session,
+            within=within,
             parts=request.parts,
         )
 
@@ -153,7 +160,8 @@ class Case:
     replica takes. restart: whether one is lost in the middle of the measurement. replicas: how many
     there are; adapter_slots: adapters that each keeps. l1: memory behind each engine's cache;
     l2: the store behind all of them. apart: prefill and decode apart. slots: if a replica has this
-    number of requests, the router holds the next ones; 0 for no limit.
+    number of requests, the router holds the next ones; 0 for no limit. within: the objective for
+    the first token, in seconds.
     """
 
     name: str
@@ -169,3 +177,4 @@ class Case:
     l2: Tier | None = None
     apart: Apart | None = None
     slots: int = 0
+    within: float | None = None

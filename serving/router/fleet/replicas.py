@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from serving.kv_cache.speed import Speed
 from serving.router.fleet.circuit_breaker import CircuitBreaker, longest_still
 from serving.router.fleet.facts import Facts
+from serving.router.forecast.first_token import Accuracy
 from serving.router.http.upstream import IdleConnections, Upstream
 from serving.router.policy.candidates import EXACT, Board, Candidates, Homes
 from serving.router.policy.replica_load import PREFILL_RATE, Load, Share
@@ -227,6 +228,8 @@ class ReplicaPool:
         """Names of models, not of adapters, that some of them serve and others do not."""
         self.first_bytes: deque[float] = deque(maxlen=FIRST_BYTES)
         """Seconds that the latest answers took to begin."""
+        self.accuracy = Accuracy()
+        """The accuracy of forecasts of the time to the first token."""
         self._closed: frozenset[str] = frozenset()
         """The names of replicas that get no more requests, because they make room for others."""
         self.probed = asyncio.Event()

@@ -18,6 +18,7 @@ from serving.router.policy.policies import (
     Policy,
     PrefixAware,
     cost_of,
+    in_time,
 )
 from serving.router.policy.prefix_index import covered
 from serving.router.policy.replica_load import Load
@@ -60,7 +61,8 @@ class Conversations:
             return choice
         other = policy.choose(request, [near], now)
         dearer = cost_of(request, *other) - cost_of(request, *choice)
-        return other if dearer <= NEAR else choice
+        late = not in_time(request, *other, now) and in_time(request, *choice, now)
+        return choice if dearer > NEAR or late else other
 
     def _near(
         self, request: RoutingRequest, replicas: Sequence[Load], choice: Choice

@@ -95,12 +95,23 @@ def cost_of(request: RoutingRequest, replica: Load, held: Held) -> float:
     return UNCACHED * replica.prices.work(request.tokens, held) + replica.waiting
 
 
+def in_time(request: RoutingRequest, replica: Load, held: Held, now: float) -> bool:
+    """Whether a replica that holds these of a request's tokens is expected to meet the request's
+    objective for the first token. True without an objective, or without a forecast.
+    """
+    if request.within is None:
+        return True
+    forecast = replica.forecast(request.tokens, held, now)
+    return forecast is None or forecast <= request.within
+
+
 class _Cheapest:
     """The replica that can begin the answer first, by one measure for all: prompt tokens that must
     be computed before, the request's own and those queued, and the requests under way.
 
     Among many replicas only those are measured that can be the cheapest: some that have most of the
-    prompt, or the adapter, and those with the least load.
+    prompt, or the adapter, and those with the least load. For a request with an objective for the
+    first token, only those count that are expected to meet it, if there are any.
     """
 
     exact = EXACT
@@ -119,6 +130,8 @@ class _Cheapest:
         if len(all_of_them) > self.exact:
             measured = self._likely(request, all_of_them, home, now)
         costs = self.costs(request, measured, home, now)
+        if request.within is not None:
+            costs = [it for it in costs if in_time(request, *it[1:], now)] or costs
         most = min([cost for cost, _, _ in costs]) + NEAR
         near = [entry for entry in costs if entry[0] <= most]
         _, replica, held = min(near, key=lambda entry: self._chosen.get(entry[1].name, 0.0))

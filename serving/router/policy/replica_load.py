@@ -5,6 +5,7 @@ import dataclasses
 import math
 from typing import Protocol
 
+from serving.router.forecast.first_token import FirstToken
 from serving.router.policy.tiers import DEFAULT_PRICES, Held, Prices
 
 PER_REQUEST = 30
@@ -64,6 +65,8 @@ class Load:
     """Requests that it serves at once; 0 if it does not report them."""
     refuses: bool = False
     """Whether it took no connection, or answered 503, since it was last asked or answered."""
+    first_token: FirstToken = dataclasses.field(default_factory=FirstToken, init=False)
+    """The learnt times of its answers."""
     # Guessed times at which queued prompts will be computed.
     _guessed: dict[Work, float] = dataclasses.field(default_factory=dict, init=False)
     board: "Board | None" = dataclasses.field(default=None, init=False)
@@ -107,6 +110,12 @@ class Load:
             if self.board:
                 self.board.guess(self, self._guessed[work])
         return work
+
+    def forecast(self, tokens: int, held: Held, now: float) -> float | None:
+        """Seconds to the first token of a request that would come here now, None if unknown. As
+        begin().
+        """
+        return self.first_token.forecast(self.queued + self.prices.work(tokens, held), now)
 
     def computed(self, work: Work) -> None:
         """The request's prompt is computed; it may be said more than once."""

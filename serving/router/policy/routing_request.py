@@ -75,6 +75,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it asks for a new one."""
     streamed: bool = False
     """Whether its answer is."""
+    within: float | None = None
+    """Seconds that its first token may take, if its replica is chosen by that."""
 
 
 Body = bytes | bytearray
