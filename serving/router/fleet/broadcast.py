@@ -80,9 +80,10 @@ class Broadcast:
         """
         try:
             answer = await self._answer(replica, request, client)
-            return None if answer.status == 503 and await has_ended(client, replica) else answer
+            ended = answer.status == 503 and await has_ended(self._asking, replica)
+            return None if ended else answer
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if await has_ended(client, replica):
+            if await has_ended(self._asking, replica):
                 return None
             raise ReplicaFailed(f"a replica did not take the change: {error}") from None
 
