@@ -103,8 +103,7 @@ class Broadcast:
             timeout=self._timeout,
         ) as answer:
             content_type = answer.headers.get("content-type", "application/json")
-            headers = answer.raw_headers
-            lines = [b"%b: %b" % header for header in headers if header[0].lower() not in _OURS]
+            lines = [b"%b: %b" % it for it in answer.raw_headers if it[0].lower() not in _OURS]
             return Answer(answer.status, content_type.encode(), await read(answer), lines)
 
 
