@@ -17,8 +17,8 @@ from serving.router.http.upstream import FRAMING, HOP_BY_HOP
 
 _PASSED_ON = (b"content-type", ADAPTER_ALIAS, REQUEST_ID)
 _CREDENTIALS = (AUTHORIZATION, API_KEY)
-_OURS = HOP_BY_HOP | FRAMING | {b"content-type", REQUEST_ID}
-"""Headers of a replica's answer that the client gets from the router."""
+_OURS = HOP_BY_HOP | FRAMING | {b"content-type", b"content-encoding", REQUEST_ID}
+"""Headers of a replica's answer that the client gets from the router, or not at all."""
 
 
 class Answer(NamedTuple):
