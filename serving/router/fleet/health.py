@@ -269,7 +269,7 @@ class Probe:
                 await self._rest(seconds * random.uniform(1 - JITTER, 1 + JITTER))
 
     async def _rest(self, seconds: float) -> None:
-        """Wait until the pulse that is nearest to so long, or until something hurries."""
+        """Wait until the pulse nearest to that time, or until a check is urgent."""
         loop = asyncio.get_running_loop()
         self._pause = loop.create_future()
         pulse = PING_S / PULSES
@@ -284,7 +284,7 @@ class Probe:
             self._pause.set_result(None)
 
     def close(self) -> None:
-        """It is checked no more."""
+        """Close its connection."""
         self._questions.close()
 
     def _is_due(self, now: float, seconds: float) -> bool:

@@ -233,7 +233,7 @@ class ProxiedRequest:
 
     @property
     def _keeps(self) -> bool:
-        """Whether its connection carries other requests, too. A request that can be sent only once
+        """Whether its connection can carry further requests. A request that can be sent only once
         cannot take one that was idle: its replica may just have closed that.
         """
         placement = self.placement

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the supervisor asks its copies, and what it makes of the answers."""
+"""The supervisor's questions to its copies: their readiness, and the work of their engines."""
 
 import pytest
 
