@@ -249,9 +249,6 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     "serving/engine/requests/anthropic_usage.py": {
         "_retold msgspec.json.decode": "an event of our own engine's",
     },
-    "serving/copies/looks.py": {
-        "Looks._count answer.aiter_bytes": "of our own copies, and no more than LARGEST bytes",
-    },
     "serving/router/models/view.py": {
         "OwnModels.series self._door.series.read_text": "a file that the supervisor writes",
     },

@@ -6,8 +6,10 @@ DescribeWorkflowResponse).
 """
 
 from typing import Any
+from urllib.parse import parse_qs
 
 from prometheus_client import REGISTRY
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -57,7 +59,9 @@ async def page(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Metrics:
-    """/metrics: all series of this process, also the engine's and the cache server's."""
+    """/metrics: all series of this process, also the engine's and the cache server's, or only
+    those that `name[]` names, as Prometheus' clients have it.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._exemplars = backend.tracer is not None
@@ -65,7 +69,10 @@ class Metrics:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         accept = header(scope, b"accept")
         # vLLM registers its series with the process's default registry.
-        kind, content = exposition(REGISTRY, accept, exemplars=self._exemplars)
+        registry: Collector = REGISTRY
+        if names := parse_qs(scope["query_string"].decode("latin-1")).get("name[]"):
+            registry = REGISTRY.restricted_registry(names)
+        kind, content = exposition(registry, accept, exemplars=self._exemplars)
         response = Response(content)
         response.raw_headers.append((b"content-type", kind))
         await response(scope, receive, send)

@@ -66,13 +66,13 @@ class Runner:
 
     async def run(self) -> None:
         """Run batches until stop() is called."""
-        following = asyncio.create_task(kept("copies", self._lanes.follow))
-        try:
-            with await self._turn():
+        with await self._turn():
+            following = asyncio.create_task(kept("copies", self._lanes.follow))
+            try:
                 await self._find()
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
 
     async def _turn(self) -> contextlib.AbstractContextManager[object]:
         """Wait until no other copy of this container runs batches, or until stop() is called."""

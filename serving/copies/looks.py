@@ -4,15 +4,14 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-
-import httpx
+from collections.abc import Mapping
+from urllib.parse import urlencode
 
 from lmi_config.options.declared import Settings
-from lmi_config.plan.devices.copies import Copy
 from serving.access.access import Access
 from serving.engine.base import Hits, Prefilled
 from serving.protocol import METRICS, PING
+from serving.router.http.questions import Questions
 
 TIMEOUT_S = 2.0
 COUNTS_S = 2.0
@@ -27,24 +26,27 @@ _PREFILLED = (
 )
 _HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 """The series that serving.engine.vllm also reads, from its engine."""
+_COUNTS = f"{METRICS}?{urlencode([('name[]', it) for it in (*_PREFILLED, *_HITS)])}"
 
 
 class Looks:
     """Asks the copies. ready: a copy's number → the monotonic time since which it is ready."""
 
-    def __init__(self, copies: Sequence[Copy], router: Settings) -> None:
-        """router: the router's settings; the copies answer its secret."""
+    def __init__(self, urls: Mapping[int, str], router: Settings) -> None:
+        """urls: the copies' addresses by their numbers. router: the router's settings; the copies
+        answer its secret.
+        """
         self.ready: dict[int, float] = {}
-        self._urls = {copy.number: copy.url for copy in copies}
+        self._questions = {number: Questions(url) for number, url in urls.items()}
         self._names: dict[int, str] = {}
         self._access = Access(router, routes=True)
-        self._client = httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S)
         self._sums = dict.fromkeys((*_PREFILLED, *_HITS), 0.0)
         self._last: dict[tuple[int, str], float] = {}
         self._counted = 0.0
 
-    async def close(self) -> None:
-        await self._client.aclose()
+    def close(self) -> None:
+        for questions in self._questions.values():
+            questions.close()
 
     def gone(self, number: int) -> float:
         """Record the end of a copy. Returns the seconds that it had been ready."""
@@ -54,22 +56,24 @@ class Looks:
         since = self.ready.pop(number, None)
         return 0.0 if since is None else time.monotonic() - since
 
-    async def look(self) -> None:
-        """Ask all copies whether they are ready, and every COUNTS_S for their engines' work."""
-        await asyncio.gather(*map(self._ping, self._urls))
-        if time.monotonic() - self._counted > COUNTS_S:
+    async def look(self, *, counts: bool) -> None:
+        """Ask all copies whether they are ready, and every COUNTS_S for their engines' work if that
+        counts.
+        """
+        await asyncio.gather(*map(self._ping, self._questions))
+        if counts and time.monotonic() - self._counted > COUNTS_S:
             self._counted = time.monotonic()
             await asyncio.gather(*map(self._count, [*self.ready]))
 
     async def _ping(self, number: int) -> None:
         challenge = self._access.challenge()
         try:
-            answer = await self._client.get(self._urls[number] + PING, headers=challenge)
-        except httpx.HTTPError:
+            answer = await self._questions[number].get(PING, challenge, LARGEST, TIMEOUT_S)
+        except OSError:
             self.ready.pop(number, None)
             return
         self._names[number] = self._access.name_of(challenge, answer.headers)
-        if answer.status_code == 200:
+        if answer.status == 200:
             self.ready.setdefault(number, time.monotonic())
         else:
             self.ready.pop(number, None)
@@ -77,15 +81,11 @@ class Looks:
     async def _count(self, number: int) -> None:
         """Add a copy's work since the last read. Its counters restart at 0 with the copy."""
         headers = self._access.own_headers(self._names.get(number, ""), METRICS)
-        text = bytearray()
-        with contextlib.suppress(httpx.HTTPError):
-            url = self._urls[number] + METRICS
-            async with self._client.stream("GET", url, headers=headers) as answer:
-                async for piece in answer.aiter_bytes():
-                    text += piece
-                    if len(text) > LARGEST:
-                        return
-        for name, value in _sums(text.decode(errors="replace"), self._sums).items():
+        try:
+            answer = await self._questions[number].get(_COUNTS, headers, LARGEST, TIMEOUT_S)
+        except OSError:
+            return
+        for name, value in _sums(answer.body.decode(errors="replace"), self._sums).items():
             before = self._last.get((number, name), 0.0)
             self._sums[name] += value - before if value >= before else value
             self._last[number, name] = value

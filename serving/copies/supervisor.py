@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
 """Maximum seconds with fewer than OPTION_COPIES_LEAST ready copies, if
 OPTION_MODEL_LOADING_TIMEOUT is not set."""
-WATCH_S = 0.5
-"""Seconds between two checks of the copies' readiness."""
+WATCH_S, CALM_S = 0.5, 2.0
+"""Seconds between two checks of the copies' readiness, and while all are ready."""
 CHANGED = (
     "the model's files have changed since the container started. The other copies still have the "
     "files from before: restart the container to serve the new ones"
@@ -99,7 +99,8 @@ class Supervisor(Container):
         self._files: dict[str, State] = {}
         self._cache: CacheServer | None = None
         self._looks = Looks(
-            self._plan.copies, divided.of_router(self._settings, self._own.urls, self._secret)
+            {copy.number: copy.url for copy in self._plan.copies},
+            divided.of_router(self._settings, self._own.urls, self._secret),
         )
         _COPIES.set(self._own.count)
 
@@ -135,7 +136,7 @@ class Supervisor(Container):
     async def _close(self) -> None:
         if self._cache:
             await self._cache.stop()
-        await self._looks.close()
+        self._looks.close()
 
     # copies
 
@@ -220,7 +221,7 @@ class Supervisor(Container):
         patience = self._settings.model_loading_timeout or PATIENCE_S
         enough = time.monotonic()
         while True:
-            await self._looks.look()
+            await self._looks.look(counts=self._cache is not None)
             ready = len(self._looks.ready)
             _READY.set(ready)
             await in_thread(divided.write_series, self._own.series)
@@ -236,7 +237,8 @@ class Supervisor(Container):
                 )
                 self._fail(Exit(DIED, "serving", reason))
                 return
-            await asyncio.sleep(WATCH_S)
+            calm = ready + len(self._left_out) == self._own.count
+            await asyncio.sleep(CALM_S if calm else WATCH_S)
 
     def _say_ready(self) -> None:
         seconds = round(time.monotonic() - self._began, 1)

@@ -13,9 +13,12 @@ from serving.protocol import ADAPTER_ALIAS, API_KEY, AUTHORIZATION, IDENTITY, RE
 from serving.router.fleet.health import Asking, HealthChecks, has_ended, read
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.forwarded_request import Request
+from serving.router.http.upstream import FRAMING, HOP_BY_HOP
 
 _PASSED_ON = (b"content-type", ADAPTER_ALIAS, REQUEST_ID)
 _CREDENTIALS = (AUTHORIZATION, API_KEY)
+_OURS = HOP_BY_HOP | FRAMING | {b"content-type", b"content-encoding", REQUEST_ID}
+"""Headers of a replica's answer that the client gets from the router, or not at all."""
 
 
 class Answer(NamedTuple):
@@ -24,7 +27,7 @@ class Answer(NamedTuple):
     status: int
     content_type: bytes
     body: bytes
-    lines: tuple[bytes, ...]
+    lines: Sequence[bytes]
     """Further lines of its head."""
 
 
@@ -80,9 +83,10 @@ class Broadcast:
         """
         try:
             answer = await self._answer(replica, request, client)
-            return None if answer.status == 503 and await has_ended(client, replica) else answer
+            ended = answer.status == 503 and await has_ended(self._asking, replica)
+            return None if ended else answer
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if await has_ended(client, replica):
+            if await has_ended(self._asking, replica):
                 return None
             raise ReplicaFailed(f"a replica did not take the change: {error}") from None
 
@@ -99,8 +103,7 @@ class Broadcast:
             timeout=self._timeout,
         ) as answer:
             content_type = answer.headers.get("content-type", "application/json")
-            retry_after = answer.headers.get("retry-after")
-            lines = (f"retry-after: {retry_after}".encode(),) if retry_after else ()
+            lines = [b"%b: %b" % it for it in answer.raw_headers if it[0].lower() not in _OURS]
             return Answer(answer.status, content_type.encode(), await read(answer), lines)
 
 

@@ -20,6 +20,7 @@ from serving.protocol import HEALTH, METRICS, MODELS, PING
 from serving.router.fleet import facts
 from serving.router.fleet.facts import Facts
 from serving.router.fleet.replicas import Replica, ReplicaPool, State
+from serving.router.http.questions import Questions, Told
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,10 @@ that has answered a request in the meantime is asked after LISTED pauses at the 
 """
 PROBES = 100
 """Probes in a second, of all replicas: each of a larger fleet is asked less often."""
+PULSES = 10
+"""Beginnings of probes in the time of PING_S: those that are due by then begin together, because a
+router that wakes up pays more for that than for a probe.
+"""
 JITTER = 0.1
 """Pauses are longer or shorter by up to this share, so that probes do not come all at once."""
 TOLD = 2.5
@@ -61,8 +66,6 @@ with OpenAI's API.
 """
 _ABSENT = frozenset((404, 405, 501))
 """Answers of servers that do not have a path."""
-
-_FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class Seen(msgspec.Struct, tag=4, array_like=True):
@@ -99,6 +102,10 @@ class Asking(NamedTuple):
             headers={"accept-encoding": "identity"},
         )
 
+    def questions(self, replica: Replica) -> Questions:
+        """The same for one replica that is asked often."""
+        return Questions(replica.name, self.tls)
+
 
 def pause(replicas: int) -> float:
     """Seconds between two probes of a replica in a fleet of this size."""
@@ -116,17 +123,20 @@ async def read(answer: aiohttp.ClientResponse, most: int = LARGEST) -> bytes:
     return bytes(body)
 
 
-async def has_ended(client: aiohttp.ClientSession, replica: Replica) -> bool:
+async def has_ended(asking: Asking, replica: Replica) -> bool:
     """Ask a replica whether it has stopped serving until its next start. One without /ping has not
     the words for it.
     """
+    questions = asking.questions(replica)
     try:
-        status, answer, _ = await _get(client, replica.name + PING)
-    except aiohttp.ClientConnectorError as error:
-        return isinstance(error.os_error, ConnectionRefusedError)
-    except _FAILURES:
+        status, _, body = await questions.get(PING, {}, LARGEST, PING_TIMEOUT_S)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
         return False
-    state, _ = _read_ping(status, answer)
+    finally:
+        questions.close()
+    state, _ = _read_ping(status, body)
     return status not in _ABSENT and state in (State.DRAINING, State.FAILED)
 
 
@@ -160,19 +170,20 @@ class HealthChecks:
         async def follow() -> None:
             async with aclosing(sets()) as found:
                 async for urls in found:
-                    self._update(urls, client)
+                    self._update(urls)
 
-        async with self._asking.session() as client:
-            try:
-                await kept("replicas", follow)
-                await asyncio.Event().wait()
-            finally:
-                tasks = [*self._tasks.values(), *self._looks]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                self._tasks.clear()
-                self._probes.clear()
+        try:
+            await kept("replicas", follow)
+            await asyncio.Event().wait()
+        finally:
+            tasks = [*self._tasks.values(), *self._looks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for probe in self._probes.values():
+                probe.close()
+            self._tasks.clear()
+            self._probes.clear()
 
     async def look(self) -> None:
         """Find out which replicas can serve by now: probe those that could not.
@@ -207,15 +218,15 @@ class HealthChecks:
         if probe := self._probes.get(seen.replica):
             probe.on_seen(seen)
 
-    def _update(self, urls: frozenset[str], client: aiohttp.ClientSession) -> None:
+    def _update(self, urls: frozenset[str]) -> None:
         for url in self._tasks.keys() - urls:
             self._tasks.pop(url).cancel()
-            del self._probes[url]
+            self._probes.pop(url).close()
         self._pool.update(urls)
         for replica in self._pool.replicas:
             if replica.name not in self._tasks:
                 probe = self._probes[replica.name] = Probe(
-                    *(self._pool, replica, client, self._asking, self._together, self._tell)
+                    *(self._pool, replica, self._asking, self._together, self._tell)
                 )
                 self._tasks[replica.name] = asyncio.create_task(kept("health", probe.run))
 
@@ -227,7 +238,6 @@ class Probe:
         self,
         pool: ReplicaPool,
         replica: Replica,
-        client: aiohttp.ClientSession,
         asking: Asking,
         together: Callable[[], str],
         tell: Callable[[Seen], None],
@@ -237,26 +247,45 @@ class Probe:
         self._tell = tell
         self._pool = pool
         self._replica = replica
-        self._client = client
+        self._questions = asking.questions(replica)
         self._silent = 0  # pings in a row that had no answer
         self._path: str | None = None  # the one of READINESS that it has, while it answers
         self._models_at = 0.0  # when its models were asked for
         self._speeds_at = 0.0
         self._checked_at = self._told_at = 0.0  # by this process, and by the one that probes
-        self._hurry = asyncio.Event()
+        self._hurries = False
+        self._pause: asyncio.Future[None] | None = None
         self._checking = asyncio.Lock()
 
     async def run(self) -> None:
         """Check until cancelled."""
         while True:
             seconds = pause(len(self._pool.replicas))
-            if self._hurry.is_set() or self._is_due(time.monotonic(), seconds):
-                self._hurry.clear()
+            if self._hurries or self._is_due(time.monotonic(), seconds):
+                self._hurries = False
                 await self.check()
                 self._tell(self._seen())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds * random.uniform(1 - JITTER, 1 + JITTER)):
-                    await self._hurry.wait()
+            if not self._hurries:
+                await self._rest(seconds * random.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait until the pulse nearest to that time, or until a check is urgent."""
+        loop = asyncio.get_running_loop()
+        self._pause = loop.create_future()
+        pulse = PING_S / PULSES
+        timer = loop.call_at(round((loop.time() + seconds) / pulse) * pulse, self._go_on)
+        try:
+            await self._pause
+        finally:
+            timer.cancel()
+
+    def _go_on(self) -> None:
+        if self._pause and not self._pause.done():
+            self._pause.set_result(None)
+
+    def close(self) -> None:
+        """Close its connection."""
+        self._questions.close()
 
     def _is_due(self, now: float, seconds: float) -> bool:
         """Whether the replica must be asked. seconds: of a pause."""
@@ -297,7 +326,8 @@ class Probe:
     def expire_models(self) -> None:
         """Its models may have changed: look at once."""
         self._models_at = self._told_at = 0.0
-        self._hurry.set()
+        self._hurries = True
+        self._go_on()
 
     async def _check(self) -> None:
         replica = self._replica
@@ -309,7 +339,7 @@ class Probe:
                     anew = await self._meet()
                 else:
                     await self._look_again(time.monotonic())
-        except _FAILURES:
+        except OSError:
             state, detail = replica.state, "it does not answer"
         self._pool.enter(replica, state, detail, anew=anew)
 
@@ -328,7 +358,7 @@ class Probe:
                 status, answer = await self._ask(path)
                 if status not in _ABSENT:
                     break
-        except _FAILURES as error:
+        except OSError as error:
             self._path = None
             self._silent += 1
             lost = self._silent >= SILENT or not isinstance(error, TimeoutError)
@@ -351,7 +381,7 @@ class Probe:
         else:
             self._pool.call(self._replica, "")
             headers = self._asking.headers(self._replica, path) if path == MODELS else {}
-        status, answer, lines = await _get(self._client, self._replica.name + path, headers)
+        status, lines, answer = await self._told(path, headers)
         if path == PING:  # again with each answer: another server may have its address by now
             self._pool.call(self._replica, self._asking.access.name_of(headers, lines))
         return status, answer
@@ -379,9 +409,12 @@ class Probe:
             self._pool.list_models(self._replica, names, adapters)
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        headers = self._asking.headers(self._replica, path)
-        status, answer, _ = await _get(self._client, self._replica.name + path, headers)
+        status, _, answer = await self._told(path, self._asking.headers(self._replica, path))
         return status, answer
+
+    async def _told(self, path: str, headers: Mapping[str, str]) -> Told:
+        most = LARGEST_METRICS if path == METRICS else LARGEST
+        return await self._questions.get(path, headers, most, PING_TIMEOUT_S)
 
 
 class _Model(msgspec.Struct):
@@ -394,15 +427,6 @@ class _Models(msgspec.Struct):
 
 
 _read_models = msgspec.json.Decoder(_Models).decode
-
-
-async def _get(
-    client: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
-) -> tuple[int, bytes, Mapping[str, str]]:
-    """The status, body and headers of an answer."""
-    async with client.get(url, allow_redirects=False, headers=headers) as answer:
-        most = LARGEST_METRICS if url.endswith(METRICS) else LARGEST
-        return answer.status, await read(answer, most), answer.headers
 
 
 class _Ping(msgspec.Struct):

@@ -112,7 +112,7 @@ async def prefill(
     cancels the replica's work.
     """
     try:
-        upstream = await replica.connect(tls, once=True, decoding=True)
+        upstream = await replica.connect(tls, None, decoding=True)
     except OSError:
         return Prefilled("connect")
     answer = _Answer()

@@ -17,14 +17,13 @@ from serving.kv_cache.speed import Speed
 from serving.router.fleet.circuit_breaker import CircuitBreaker, longest_still
 from serving.router.fleet.facts import Facts
 from serving.router.forecast.first_token import Accuracy
-from serving.router.http.upstream import IdleConnections, Upstream
+from serving.router.http.upstream import IdleConnections, Upstream, connect
 from serving.router.policy.candidates import EXACT, Board, Candidates, Homes
 from serving.router.policy.replica_load import PREFILL_RATE, Load, Share
 from serving.router.policy.tiers import Capacity
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 3.0
 IDLE_S = 60.0
 """Lifetime of an idle connection; servers close theirs after 75 s, or earlier."""
 COUNTED_S = 600.0
@@ -176,20 +175,13 @@ class Replica(Load):
         return state is not before
 
     async def connect(
-        self, tls: ssl.SSLContext, *, once: bool = False, decoding: bool = False
+        self, tls: ssl.SSLContext, idle: IdleConnections | None, *, decoding: bool = False
     ) -> Upstream:
-        """A new connection. tls: for encrypted replicas. once: it carries only one request.
-        decoding: as Upstream has it. Raises OSError, TimeoutError.
+        """A new connection. tls: for encrypted replicas. idle, decoding: as Upstream has them.
+        Raises OSError, TimeoutError.
         """
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_S):  # wait_for() may miss that it is cancelled
-            _, upstream = await loop.create_connection(
-                lambda: Upstream(None if once else self.idle, decoding=decoding),
-                self.host,
-                self.port,
-                ssl=tls if self.encrypted else None,
-            )
-        return upstream
+        secured = tls if self.encrypted else None
+        return await connect(self.host, self.port, secured, idle, decoding=decoding)
 
     def abandon_prefills(self) -> None:
         """Mark it down; waits for prompts that it computes for others end."""

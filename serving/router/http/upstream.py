@@ -5,6 +5,8 @@ httptools parses the head's fields of an answer and finds the end of the answer.
 the offset of the head's end, so the bytes are searched for it once.
 """
 
+import asyncio
+import ssl
 import time
 from collections.abc import Mapping
 from typing import Protocol
@@ -23,6 +25,8 @@ HOP_BY_HOP = frozenset(
 FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 """The rule that ends a body."""
 
+CONNECT_S = 3.0
+"""For a new connection to a server."""
 JOINED = 4096
 """Bytes of a body below which a copy of it is cheaper than a second buffer for the kernel."""
 
@@ -95,11 +99,10 @@ class Upstream(FlowControl):
 
     def __init__(self, idle: IdleConnections | None, *, decoding: bool = False) -> None:
         """idle: the pool that takes the connection after an answer; None if it carries only one
-        request. decoding: remove the transfer framing from bodies, for clients that do not know it;
-        such a connection also carries only one request.
+        request. decoding: remove the transfer framing from bodies, for clients that do not know it.
         """
         super().__init__()
-        self._idle = None if decoding else idle
+        self._idle = idle
         self._decoding = decoding
         if decoding:
             self.on_body = self._collect  # httptools would make a copy of every body for it
@@ -264,3 +267,20 @@ class Upstream(FlowControl):
         self.transport.abort()
         if listener:
             listener.on_lost(reason)
+
+
+async def connect(
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    idle: IdleConnections | None,
+    *,
+    decoding: bool = False,
+) -> Upstream:
+    """A new connection. idle, decoding: as Upstream has them. Raises OSError, TimeoutError."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(CONNECT_S):  # wait_for() may miss that it is cancelled
+        _, upstream = await loop.create_connection(
+            lambda: Upstream(idle, decoding=decoding), host, port, ssl=tls
+        )
+    return upstream

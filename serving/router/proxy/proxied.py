@@ -226,19 +226,19 @@ class ProxiedRequest:
 
     def _connect(self, replica: Replica, *, reuse: bool) -> None:
         self._progress_at = time.monotonic()
-        reuse = reuse and not self._decoding and not self._once
-        if reuse and (upstream := replica.idle.take()):
+        if reuse and self._keeps and (upstream := replica.idle.take()):
             self._send(replica, upstream)
         else:
             self._spawn(self._connect_anew, replica)
 
     @property
-    def _once(self) -> bool:
-        """Whether it can be sent only once: not on a connection that was idle, which its replica
-        may just have closed.
+    def _keeps(self) -> bool:
+        """Whether its connection can carry further requests. A request that can be sent only once
+        cannot take one that was idle: its replica may just have closed that.
         """
         placement = self.placement
-        return self._request.streamed or placement.once or placement.fetch is not None
+        once = self._request.streamed or placement.once or placement.fetch is not None
+        return not (once or self._decoding)
 
     @property
     def _decoding(self) -> bool:
@@ -247,9 +247,8 @@ class ProxiedRequest:
 
     async def _connect_anew(self, replica: Replica) -> None:
         try:
-            upstream = await replica.connect(
-                self._routing.tls, once=self._once, decoding=self._decoding
-            )
+            idle = replica.idle if self._keeps else None
+            upstream = await replica.connect(self._routing.tls, idle, decoding=self._decoding)
         except (OSError, TimeoutError) as error:
             self._pending = None
             reason = str(error) or "it takes no connections"

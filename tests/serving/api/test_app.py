@@ -475,6 +475,13 @@ async def test_metrics_are_there_before_the_engine_is():
         served.may_start.set()
 
 
+async def test_metrics_can_be_asked_for_by_their_names(shared):
+    """As Prometheus' clients have it: the supervisor of several copies wants a few of them."""
+    text = (await shared.client.get("/metrics?name[]=python_info&name[]=nothing")).text
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert {line.partition("{")[0] for line in lines} == {"python_info"}
+
+
 async def test_a_request_that_takes_too_long_is_ended():
     told = {
         "code": 504,

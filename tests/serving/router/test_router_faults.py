@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from serving.http.sockets import most_routed, raise_open_files
-from serving.router.fleet import health, replicas
-from serving.router.http import buffers
+from serving.router.fleet import health
+from serving.router.http import buffers, upstream
 from tests.serving.router.conftest import STREAM, FakeReplica, chunk, routing, whole
 from tests.support.harness import stub_replica
 from tests.support.harness.process import ROUTE, Program
@@ -354,7 +354,7 @@ async def test_slow_readers(told, count):
 
 async def test_a_replica_that_goes_down_while_it_is_connected_to(monkeypatch):
     """The request is with another replica by then, and stays there."""
-    monkeypatch.setattr(replicas, "CONNECT_S", 10)
+    monkeypatch.setattr(upstream, "CONNECT_S", 10)
 
     async def slow(replica, asked, writer):
         await asyncio.sleep(0.5)

@@ -1062,8 +1062,7 @@ async def test_replicas_whose_caches_are_found_by_other_keys(caplog):
         assert f"chunks of 256 tokens ({one}, {two}), 128 tokens ({three})" in chunks
         assert f"told apart by x-tenant ({one}, {two}), nothing ({three})," in tenants
         assert "at the router by x-tenant" in tenants
-        logged = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
-        assert len(logged) == 2
+        await until_async(lambda: sum(it.levelname == "WARNING" for it in caplog.records) == 2)
         # A mended replica becomes ready again.
         await ordered(it)[2].stop()
         await it.ready(3)
@@ -1080,7 +1079,7 @@ async def test_replicas_that_tell_tenants_apart_and_a_router_that_does_not(caplo
         await it.ready()
         (told,) = (await it.client.get("/replicas")).json()["warnings"]
         assert "at the router by nothing" in told
-        assert told in caplog.text
+        await until_async(lambda: told in caplog.text)
 
 
 async def test_replicas_whose_shared_stores_are_not_one():
