@@ -117,6 +117,8 @@ INVOCATIONS = (
 SageMaker's multi-model endpoints.
 """
 ADAPTERS = ("/adapters", "/models/{model}/adapters")
+KV_SESSION = "/kv_sessions/{id}"
+"""A conversation's KV in the tiers."""
 
 
 def _pattern(paths: Iterable[str]) -> str:
@@ -127,6 +129,7 @@ INVOCATIONS_PATH = _pattern(INVOCATIONS)
 ADAPTERS_PATH = _pattern(ADAPTERS)
 MANAGEMENT_PATH = _pattern((*MANAGEMENT, *MANAGED, SERVER_LOGGING))
 MANAGED_PATH = _pattern(MANAGED)
+KV_SESSION_PATH = _pattern((KV_SESSION,))
 """The same as regular expressions."""
 OPENAI = "/v1/"
 """The prefix of OpenAI's paths."""

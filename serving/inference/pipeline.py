@@ -35,6 +35,7 @@ from serving.inference.relay import Relay
 from serving.inference.request import ClientRequest, HttpCall, InferenceRequest
 from serving.kv_cache import transfer as kv_transfer
 from serving.kv_cache.salt import Tenants
+from serving.kv_cache.session_client import SessionClient
 from serving.lora.adapter import Adapter
 from serving.lora.adapter_registry import AdapterRegistry
 from serving.user_code import UserCode
@@ -65,13 +66,16 @@ class Pipeline:
         code: UserCode | None,
         settings: Settings,
         limiter: Limiter,
+        tiers: SessionClient | None = None,
     ) -> None:
+        """tiers: the conversations in the KV cache tiers; None if none are kept."""
         self.engine = engine
         self.adapters = adapters
         self.code = code
         """The model's model.py."""
         self._settings = settings
         self.limiter = limiter
+        self.tiers = tiers
         self._model_name = settings.model_names[0]
         self.model_id = settings.model_id
         """The operator's name of the model, wherever its files are."""
@@ -114,9 +118,9 @@ class Pipeline:
         """The reason why the model's model.py cannot answer now, or None."""
         return self.code.failure if self.code else None
 
-    def tenant(self, client: ClientRequest) -> str | None:
+    def tenant(self, request: ClientRequest | HttpCall) -> str | None:
         """Return a request's tenant, or None without tenants. Raises BadRequest."""
-        return self._tenants.tenant(client.record.caller, client.scope["headers"])
+        return self._tenants.tenant(request.record.caller, request.scope["headers"])
 
     def require_model(self, client: ClientRequest) -> None:
         """Raise NotPermitted if the client's key does not allow the base model."""

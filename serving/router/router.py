@@ -41,7 +41,7 @@ from serving.lifecycle import SHUTDOWN
 from serving.observability.tracing import tracer
 from serving.process import StopSignals, return_heaps
 from serving.router import status
-from serving.router.fleet.broadcast import Broadcast
+from serving.router.fleet.broadcast import Answer, Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
 from serving.router.fleet.health import Asking, HealthChecks
@@ -76,6 +76,7 @@ from serving.router.retry import RetryBudget
 from serving.router.routes import (
     BATCH,
     CHANGE,
+    CONVERSATION,
     END_TO_END,
     INFERENCE,
     READ,
@@ -207,7 +208,7 @@ class Router:
         )
         self._broadcast = Broadcast(
             *(self.pool, self._health, settings.router_first_byte_timeout, asking),
-            self._access.identity,
+            *(self._access.identity, self.rules.tenant),
         )
         self._changes: set[asyncio.Task[None]] = set()
         self._picker = self._endpoint_picker()
@@ -510,6 +511,9 @@ class Router:
         elif route is CHANGE:
             self._change(responder, request)
             return None
+        elif route is CONVERSATION:
+            self._later(self._to_all(responder, self._broadcast.send_about_conversation(request)))
+            return None
         elif self._copies and request.method == b"GET" and self._describes(request.path):
             self._later(self._describe(responder, request, self._copies))
             return None
@@ -621,7 +625,7 @@ class Router:
             raise Overloaded(
                 "there are more bytes of requests than the router has memory for; try again"
             )
-        self._later(self._to_all(responder, request))
+        self._later(self._to_all(responder, self._changed(request)))
 
     def _later(self, answering: Coroutine[Any, Any, None]) -> None:
         """Run a slow answer in a task."""
@@ -669,12 +673,17 @@ class Router:
         except Exception:
             responder.fail(errors.unforeseen())
 
-    async def _to_all(self, responder: WholeResponder, request: Request) -> None:
+    async def _changed(self, request: Request) -> Answer:
+        """Return the answer to a change. Raises ServingError."""
+        endpoint = self._models.named(request, "").endpoint if self._models else ""
+        return await self._broadcast.send(request, endpoint)
+
+    async def _to_all(
+        self, responder: WholeResponder, answering: Coroutine[Any, Any, Answer]
+    ) -> None:
+        """Answer with the answer of all replicas."""
         try:
-            endpoint = ""
-            if self._models:
-                endpoint = self._models.named(request, "").endpoint
-            answer = await self._broadcast.send(request, endpoint)
+            answer = await answering
             responder.respond(answer.status, answer.content_type, answer.body, *answer.lines)
         except ServingError as error:
             responder.fail(error)

@@ -20,6 +20,8 @@ from serving.protocol import (
     FINALS,
     INVOCATIONS,
     INVOCATIONS_PATH,
+    KV_SESSION,
+    KV_SESSION_PATH,
     MANAGED,
     MANAGEMENT,
     MANAGEMENT_PATH,
@@ -47,6 +49,8 @@ class Route(enum.Enum):
     """Any replica: they all say the same."""
     CHANGE = "POST, DELETE"
     """All replicas, because it changes state that they all have."""
+    CONVERSATION = "GET, DELETE"
+    """All replicas, because each may keep KV of the conversation."""
     BATCH = "GET, HEAD, POST, DELETE"
     """Any replica: they share the folder of files and batches."""
 
@@ -57,10 +61,13 @@ _READ = re.compile(
     "|".join((f"{MODELS}(/.+)?", EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?"))
 )
 _CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
+_CONVERSATION = re.compile(KV_SESSION_PATH)
 _BATCH = re.compile(f"{FILES}(/[^/]+(/content)?)?|{BATCHES}(/[^/]+(/cancel)?)?")
 
 
-INFERENCE, READ, CHANGE, BATCH = Route  # in Python 3.11 a member takes a call of an enumeration
+INFERENCE, READ, CHANGE, CONVERSATION, BATCH = (
+    Route  # in Python 3.11 a member takes a call of an enumeration
+)
 
 
 _MANAGEMENT = re.compile(MANAGEMENT_PATH)
@@ -115,6 +122,8 @@ def route_of(method: bytes, path: str) -> Route | None:
         return BATCH
     if method in (b"POST", b"DELETE") and _CHANGE.fullmatch(path):
         return CHANGE
+    if method in (b"GET", b"DELETE") and _CONVERSATION.fullmatch(path):
+        return CONVERSATION
     return None
 
 
@@ -134,7 +143,7 @@ _TEMPLATES = [
         *INVOCATIONS,
         *(f"{path}{rest}" for path in ADAPTERS for rest in ("", "/{name}", "/{name}/update")),
         *(*MANAGEMENT, *MANAGED, SERVER_LOGGING),
-        f"{MODELS}/{{id}}",
+        *(f"{MODELS}/{{id}}", KV_SESSION),
     )
 ]
 _PLAIN = frozenset((*ENGINE_PATHS, *OTHERS_PATHS, MODELS, EXECUTION_PARAMETERS))
@@ -149,5 +158,8 @@ def template(path: str) -> str:
 
 def methods(path: str) -> list[str]:
     """The methods that a path answers. None if the path does not exist."""
-    routes = ((_INFERENCE, INFERENCE), (_READ, READ), (_CHANGE, CHANGE))
+    routes = (
+        *((_INFERENCE, INFERENCE), (_READ, READ), (_CHANGE, CHANGE)),
+        (_CONVERSATION, CONVERSATION),
+    )
     return [route.value for pattern, route in routes if pattern.fullmatch(path)]

@@ -21,6 +21,7 @@ from lmcache.v1.multiprocess.http_server import app
 
 from lmi_config.plan.kv_tiers import POLICY, POLICY_SKIPPING_L1, SHARED_STORE
 from serving.follow import kept_in_thread
+from serving.kv_cache.lmcache import session_paths
 from serving.kv_cache.lmcache.lookups import Lookups
 from serving.kv_cache.lmcache.prefetch_policy import CostAwarePrefetch, CostAwareStore
 from serving.kv_cache.lmcache.retention import Retention
@@ -31,7 +32,9 @@ from serving.kv_cache.patches import registry
 def run() -> None:
     """Run the server. Raises Unfit."""
     registry.apply_start()
-    registry.apply_retention(Retention())
+    retention = Retention()
+    registry.apply_retention(retention)
+    session_paths.add(app, retention)
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # its parent asks every 2 s
     prefetch, lookups = CostAwarePrefetch(), Lookups()
 
