@@ -596,9 +596,9 @@ DEFENCES: Mapping[str, Removed] = {
         f"{MEDIA}test_a_uuid_is_its_senders_own",
         {"serving.inference.content.media:_name": nothing},
     ),
-    "A tenant looks at or ends another's conversation of the same name": Removed(
+    "A tenant looks at, ends or prefetches another's conversation of the same name": Removed(
         "tests/serving/kv_cache/test_session_paths.py::"
-        "test_a_conversation_is_its_tenants_alone[GET]",
+        "test_a_conversation_is_its_tenants_alone[GET ]",
         {"serving.inference.kv_sessions:digest": of_tenant_a},
     ),
     "A client adds a tenant header to its gateway's": Removed(

@@ -12,12 +12,15 @@ from serving.errors import NotPermitted
 from serving.protocol import (
     EXECUTION_PARAMETERS,
     INVOCATIONS_PATH,
+    KV_PREFETCH_PATH,
     KV_SESSION_PATH,
     PROBES,
     is_api,
 )
 
-_FOR_ALL = re.compile(f"{INVOCATIONS_PATH}|{EXECUTION_PARAMETERS}|{KV_SESSION_PATH}")
+_FOR_ALL = re.compile(
+    "|".join((INVOCATIONS_PATH, EXECUTION_PARAMETERS, KV_SESSION_PATH, KV_PREFETCH_PATH))
+)
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True):

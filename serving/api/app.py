@@ -109,6 +109,7 @@ def _table(backend: Backend, settings: Settings) -> Iterator[Row]:
     yield Row("GET", protocol.KV_EVENT_SOURCES, info.kv_event_sources)
     yield Row("GET", protocol.KV_SESSION, kv_sessions.look)
     yield Row("DELETE", protocol.KV_SESSION, kv_sessions.end)
+    yield Row("POST", protocol.KV_PREFETCH, kv_sessions.prefetch)
     for path in protocol.ADAPTERS:
         yield Row("GET", path, adapters.page)
         yield Row("POST", path, adapters.register, adapters.parameters)

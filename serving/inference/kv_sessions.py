@@ -7,6 +7,9 @@ the conversation's name in the tiers, so a tenant reaches no other's conversatio
 
 from typing import Any
 
+import msgspec
+from starlette.responses import Response
+
 from serving.cache_hints.intent import ID_BYTES, digest
 from serving.errors import BadRequest, NotFound
 from serving.inference.pipeline import Pipeline
@@ -30,6 +33,13 @@ async def end(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
     """DELETE: the conversation has ended."""
     tiers, session = _named(call, pipeline)
     return {"tokens": (await tiers.end(session)).tokens}
+
+
+async def prefetch(call: HttpCall, pipeline: Pipeline) -> None:
+    """POST: the conversation's next turn comes soon."""
+    tiers, session = _named(call, pipeline)
+    content = msgspec.json.encode({"tokens": (await tiers.prefetch(session)).tokens})
+    await call.reply(Response(content, 202, media_type="application/json"))
 
 
 def _named(call: HttpCall, pipeline: Pipeline) -> tuple[SessionClient, str]:

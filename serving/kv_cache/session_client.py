@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the cache server about conversations: what is kept of one, and that one has ended.
+"""Asks the cache server about conversations: what is kept of one, that one has ended, or that the
+next turn of one comes.
 
 serving/kv_cache/lmcache/session_paths.py answers.
 """
+
+import asyncio
+import contextlib
 
 import httpx
 import msgspec
@@ -15,6 +19,7 @@ LIMIT_S = 5.0
 LARGEST = 4096
 """Most bytes of an answer."""
 CONNECTIONS = 16
+"""Most calls at once; those of waiting requests take half of them, and are left out beyond."""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -36,6 +41,7 @@ class SessionClient:
             timeout=LIMIT_S,
             limits=httpx.Limits(max_connections=CONNECTIONS),
         )
+        self._soon: set[asyncio.Task[None]] = set()
 
     async def look(self, session: str) -> Kept:
         """Return what is kept of a conversation. session: its digest. Raises NotReady."""
@@ -45,7 +51,27 @@ class SessionClient:
         """End a conversation. Returns what the tiers kept of it. Raises NotReady."""
         return await self._ask("DELETE", session)
 
+    async def prefetch(self, session: str) -> Kept:
+        """Have a conversation's KV read from the stores into memory. Returns what is to be read.
+        Raises NotReady.
+        """
+        return await self._ask("POST", f"{session}/prefetch")
+
+    def prefetch_soon(self, session: str) -> None:
+        """Do the same without waiting for it. A failure has no other effect."""
+
+        async def prefetch() -> None:
+            with contextlib.suppress(NotReady):
+                await self.prefetch(session)
+
+        if len(self._soon) < CONNECTIONS // 2:
+            task = asyncio.create_task(prefetch())
+            self._soon.add(task)
+            task.add_done_callback(self._soon.discard)
+
     async def close(self) -> None:
+        for task in [*self._soon]:
+            task.cancel()
         await self._client.aclose()
 
     async def _ask(self, method: str, path: str) -> Kept:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Hashable, Iterator, Mapping, Set
 from typing import Any, Protocol
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -23,6 +23,7 @@ from serving.access.access import Access
 from serving.access.limits import Limiter
 from serving.access.objectives import Objectives
 from serving.aio import in_thread
+from serving.cache_hints.intent import digest
 from serving.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -512,12 +513,19 @@ class Router:
             self._change(responder, request)
             return None
         elif route is CONVERSATION:
-            self._later(self._to_all(responder, self._broadcast.send_about_conversation(request)))
+            last = self._last_replica(request) if request.method == b"POST" else ""
+            call = self._broadcast.send_about_conversation(request, last)
+            self._later(self._to_all(responder, call))
             return None
         elif self._copies and request.method == b"GET" and self._describes(request.path):
             self._later(self._describe(responder, request, self._copies))
             return None
         return route
+
+    def _last_replica(self, request: Request) -> str:
+        """Return the name of the replica of a conversation's last turn, "" if it is not known."""
+        name = unquote(request.path.split("/")[2])
+        return self.routing.conversations.replica(digest(request.tenant, name))
 
     def _describes(self, path: str) -> bool:
         """Whether a path asks for the description of the served model, by one of its names."""

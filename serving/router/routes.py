@@ -20,6 +20,8 @@ from serving.protocol import (
     FINALS,
     INVOCATIONS,
     INVOCATIONS_PATH,
+    KV_PREFETCH,
+    KV_PREFETCH_PATH,
     KV_SESSION,
     KV_SESSION_PATH,
     MANAGED,
@@ -50,7 +52,9 @@ class Route(enum.Enum):
     CHANGE = "POST, DELETE"
     """All replicas, because it changes state that they all have."""
     CONVERSATION = "GET, DELETE"
-    """All replicas, because each may keep KV of the conversation."""
+    """All replicas, because each may keep KV of the conversation. POST to the path below has the
+    same route.
+    """
     BATCH = "GET, HEAD, POST, DELETE"
     """Any replica: they share the folder of files and batches."""
 
@@ -62,12 +66,12 @@ _READ = re.compile(
 )
 _CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
 _CONVERSATION = re.compile(KV_SESSION_PATH)
+_PREFETCH = re.compile(KV_PREFETCH_PATH)
 _BATCH = re.compile(f"{FILES}(/[^/]+(/content)?)?|{BATCHES}(/[^/]+(/cancel)?)?")
 
 
-INFERENCE, READ, CHANGE, CONVERSATION, BATCH = (
-    Route  # in Python 3.11 a member takes a call of an enumeration
-)
+# In Python 3.11 a member takes a call of an enumeration.
+INFERENCE, READ, CHANGE, CONVERSATION, BATCH = Route
 
 
 _MANAGEMENT = re.compile(MANAGEMENT_PATH)
@@ -124,6 +128,8 @@ def route_of(method: bytes, path: str) -> Route | None:
         return CHANGE
     if method in (b"GET", b"DELETE") and _CONVERSATION.fullmatch(path):
         return CONVERSATION
+    if method == b"POST" and _PREFETCH.fullmatch(path):
+        return CONVERSATION
     return None
 
 
@@ -143,7 +149,7 @@ _TEMPLATES = [
         *INVOCATIONS,
         *(f"{path}{rest}" for path in ADAPTERS for rest in ("", "/{name}", "/{name}/update")),
         *(*MANAGEMENT, *MANAGED, SERVER_LOGGING),
-        *(f"{MODELS}/{{id}}", KV_SESSION),
+        *(f"{MODELS}/{{id}}", KV_SESSION, KV_PREFETCH),
     )
 ]
 _PLAIN = frozenset((*ENGINE_PATHS, *OTHERS_PATHS, MODELS, EXECUTION_PARAMETERS))
@@ -158,8 +164,8 @@ def template(path: str) -> str:
 
 def methods(path: str) -> list[str]:
     """The methods that a path answers. None if the path does not exist."""
-    routes = (
-        *((_INFERENCE, INFERENCE), (_READ, READ), (_CHANGE, CHANGE)),
-        (_CONVERSATION, CONVERSATION),
-    )
-    return [route.value for pattern, route in routes if pattern.fullmatch(path)]
+    routes = {
+        **{_INFERENCE: INFERENCE.value, _READ: READ.value, _CHANGE: CHANGE.value},
+        **{_CONVERSATION: CONVERSATION.value, _PREFETCH: "POST"},
+    }
+    return [allowed for pattern, allowed in routes.items() if pattern.fullmatch(path)]

@@ -12,12 +12,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from serving.kv_cache.lmcache.read_ahead import ReadAhead
 from serving.kv_cache.lmcache.retention import Retention
 from serving.kv_cache.session_client import PATH
 
 
-def add(app: Starlette, retention: Retention) -> None:
-    """Add the paths to LMCache's app, whose state has the engine once it has started."""
+def add(app: Starlette, retention: Retention, ahead: ReadAhead | None) -> None:
+    """Add the paths to LMCache's app, whose state has the engine once it has started. ahead: None
+    if nothing may be read ahead.
+    """
 
     def tokens(keys: Sequence[ObjectKey]) -> int:
         """Return the tokens of the chunks. A chunk has a key for each rank and layer group."""
@@ -33,4 +36,16 @@ def add(app: Starlette, retention: Retention) -> None:
             return JSONResponse({})
         return JSONResponse({"tokens": tokens(lease.keys), "seconds": lease.seconds})
 
-    app.router.routes.append(Route(f"{PATH}/{{session}}", kept, methods=["GET", "DELETE"]))
+    def prefetch(request: Request) -> JSONResponse:
+        session = request.path_params["session"]
+        lease = retention.lease(session)
+        stores = app.state.engine.context.storage_manager.l2_adapters()
+        if not (lease and ahead and stores and ahead.ask(session)):
+            return JSONResponse({})
+        return JSONResponse({"tokens": tokens(lease.keys), "seconds": lease.seconds})
+
+    one = f"{PATH}/{{session}}"
+    app.router.routes += [
+        Route(one, kept, methods=["GET", "DELETE"]),
+        Route(f"{one}/prefetch", prefetch, methods=["POST"]),
+    ]

@@ -59,11 +59,13 @@ class Broadcast:
         self._health.expire_models(ready)
         return _worst(answers)
 
-    async def send_about_conversation(self, request: Request) -> Answer:
+    async def send_about_conversation(self, request: Request, name: str = "") -> Answer:
         """Let all replicas answer about a conversation. Returns the answer of the one that has kept
-        most of it, or else the worst answer; raises ServingError.
+        most of it, or else the worst answer; raises ServingError. name: the only replica that is
+        asked, if it is ready; "" for all.
         """
-        _, answers = await self._ask(request, lambda _: True)
+        only = name if any(it.name == name for it in self._pool.ready) else ""
+        _, answers = await self._ask(request, lambda it: only in ("", it.name))
         good = [it for it in answers if isinstance(it, Answer) and it.status < 300]
         return max(good, key=_tokens) if good else _worst(answers)
 

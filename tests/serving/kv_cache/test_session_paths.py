@@ -14,11 +14,14 @@ from starlette.applications import Starlette
 
 from serving.cache_hints.intent import digest
 from serving.kv_cache.lmcache import session_paths
+from serving.kv_cache.lmcache.read_ahead import ReadAhead
 from serving.kv_cache.session_client import SessionClient
 from tests.serving.access.test_access import bearer, written
 from tests.serving.conftest import running
+from tests.serving.inference.test_queue import ask, filled, queued
 from tests.serving.kv_cache.test_retention import Tier, flood
 from tests.support.harness import ports
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -43,8 +46,13 @@ async def served_by(app, **settings):
 async def cached(**settings):
     """A server whose cache server has one tier."""
     tier, app = Tier(), Starlette()
-    app.state.engine = SimpleNamespace(context=SimpleNamespace(chunk_size=CHUNK))
-    session_paths.add(app, tier.retention)
+    tier.stores = ["a disk"]
+    storage = SimpleNamespace(l2_adapters=lambda: tier.stores)
+    app.state.engine = SimpleNamespace(
+        context=SimpleNamespace(chunk_size=CHUNK, storage_manager=storage)
+    )
+    tier.ahead = ReadAhead(tier.retention, lambda: False, registry=tier.registry)
+    session_paths.add(app, tier.retention, tier.ahead)
     async with served_by(app, **settings) as it:
         yield it, tier
 
@@ -71,14 +79,55 @@ async def test_the_end_by_a_call_lets_the_tail_go():
         assert (answer.status_code, "it has ended" in answer.text) == (404, True)
 
 
-@pytest.mark.parametrize("method", ["GET", "DELETE"])
-async def test_a_conversation_is_its_tenants_alone(method):
+async def test_a_prefetch_by_a_call():
+    async with cached() as (it, tier):
+        path = "/kv_sessions/mine/prefetch"
+        answer = await it.client.post(path)
+        assert (answer.status_code, answer.json()) == (202, {"tokens": 0})
+        tier.asks(digest(None, "mine"), "turn", seconds=300)
+        assert (await it.client.post(path)).json() == {"tokens": 3 * CHUNK}
+        assert [*tier.ahead._asked] == [digest(None, "mine")]
+        tier.stores.clear()
+        assert (await it.client.post(path)).json() == {"tokens": 0}
+        assert (await it.client.get(path)).status_code == 405
+
+
+async def test_the_conversation_of_a_request_that_waits_is_prefetched():
+    async with cached(cache_salt_header="X-Tenant") as (it, tier):
+        tier.asks(digest("a", "mine"), "turn", seconds=300)
+        named = {"x-tenant": "a", "x-session-id": "mine"}
+        await it.invoke({"inputs": "at once"}, headers=named)
+        assert not tier.ahead._asked
+        inside, _ = await filled(it)
+        waiting = [ask(it, {"inputs": "a"}, **{"x-tenant": "a", "x-session-id": "mine"})]
+        waiting += [ask(it, {"inputs": "a"}), ask(it, {"inputs": "a"}, x_session_id="unknown")]
+        await until_async(lambda: tier.ahead._asked)
+        await queued(it, 3)
+        assert [*tier.ahead._asked] == [digest("a", "mine")]
+        it.engine.gate.set()
+        for answer in await asyncio.gather(*inside, *waiting):
+            assert answer.status_code == 200
+
+
+async def test_requests_wait_for_no_cache_server():
+    async with running(tiers=SessionClient(ports.free())) as it:
+        inside, _ = await filled(it)
+        waiting = [ask(it, {"inputs": "a"}, x_session_id=str(number)) for number in range(20)]
+        await queued(it, 20)
+        it.engine.gate.set()
+        for answer in await asyncio.gather(*inside, *waiting):
+            assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("call", ["GET ", "DELETE ", "POST /prefetch"])
+async def test_a_conversation_is_its_tenants_alone(call):
     async with cached(cache_salt_header="X-Tenant") as (it, tier):
         tier.asks(digest("a", "same name"), "of a", seconds=300, tenant="a")
-        answer = await it.client.request(
-            method, "/kv_sessions/same%20name", headers={"x-tenant": "b"}
-        )
+        method, _, rest = call.partition(" ")
+        path = f"/kv_sessions/same%20name{rest}"
+        answer = await it.client.request(method, path, headers={"x-tenant": "b"})
         assert answer.json().get("tokens", 0) == 0
+        assert not tier.ahead._asked
         answer = await it.client.get("/kv_sessions/same%20name", headers={"x-tenant": "a"})
         assert answer.json()["tokens"] == 3 * CHUNK
 

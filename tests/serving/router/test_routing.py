@@ -1171,6 +1171,18 @@ async def test_a_call_about_a_conversation_goes_to_all_and_the_most_is_answered(
         assert (found.status_code, found.headers["allow"]) == (405, "GET, DELETE")
 
 
+async def test_a_prefetch_goes_to_the_server_of_the_last_turn():
+    async with routing(3) as it:
+        path, turn = "/kv_sessions/my%20own/prefetch", {"prompt": "a"}
+        await it.client.post(path)
+        assert [len(replica.asked) for replica in it.fleet] == [1, 1, 1]
+        answer = await it.post(turn, headers={"x-session-id": "my own"})
+        await it.client.post(path)
+        asked = {it.url: len(it.asked) for it in it.fleet}
+        assert asked.pop(answer.json()["replica"]) == 3
+        assert [*asked.values()] == [1, 1]
+
+
 async def test_a_change_goes_nowhere_else():
     async with routing(1) as it, routing(1) as other:
         where = f"location: {other.fleet[0].url}/adapters"
