@@ -70,7 +70,7 @@ class Pipeline:
         limiter: Limiter,
         tiers: SessionClient | None = None,
     ) -> None:
-        """tiers: the conversations in the KV cache tiers; None if none are kept."""
+        """tiers: the conversations in the KV cache tiers; None without tiers or retention."""
         self.engine = engine
         self.adapters = adapters
         self.code = code
@@ -330,7 +330,7 @@ class Pipeline:
     def _prefetching(
         self, request: InferenceRequest, intent: CacheIntent
     ) -> Callable[[], None] | None:
-        """Return what has the KV of the request's conversation read into memory, or None."""
+        """Return the call that prefetches the KV of the request's conversation, or None."""
         if not (self.tiers and intent.session) or intent.low or request.background:
             return None
         return functools.partial(self.tiers.prefetch_soon, intent.session)

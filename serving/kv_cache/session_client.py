@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the cache server about conversations: what is kept of one, that one has ended, or that the
-next turn of one comes.
+"""The cache server's calls about conversations: look at one, end one, prefetch one.
 
 serving/kv_cache/lmcache/session_paths.py answers.
 """
@@ -23,8 +22,8 @@ CONNECTIONS = 16
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What the tiers keep of a conversation. tokens: of its last prompt, in whole chunks. seconds:
-    the rest of its lifetime, 0 if the tiers know no such conversation.
+    """A conversation in the tiers. tokens: of its last prompt, in whole chunks. seconds: the rest
+    of its lifetime, 0 if the tiers know no such conversation.
     """
 
     tokens: int = 0
@@ -44,16 +43,16 @@ class SessionClient:
         self._soon: set[asyncio.Task[None]] = set()
 
     async def look(self, session: str) -> Kept:
-        """Return what is kept of a conversation. session: its digest. Raises NotReady."""
+        """Return the state of a conversation. session: its digest. Raises NotReady."""
         return await self._ask("GET", session)
 
     async def end(self, session: str) -> Kept:
-        """End a conversation. Returns what the tiers kept of it. Raises NotReady."""
+        """End a conversation. Returns its last state. Raises NotReady."""
         return await self._ask("DELETE", session)
 
     async def prefetch(self, session: str) -> Kept:
-        """Have a conversation's KV read from the stores into memory. Returns what is to be read.
-        Raises NotReady.
+        """Have a conversation's KV read from the stores into memory. Returns its
+        state, without tokens if it will not be read. Raises NotReady.
         """
         return await self._ask("POST", f"{session}/prefetch")
 

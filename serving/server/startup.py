@@ -65,7 +65,7 @@ class Runtime:
     """The model's model.py."""
     cache: CacheServer | None
     tiers: SessionClient | None = None
-    """The conversations in the KV cache tiers; None if none are kept."""
+    """The conversations in the KV cache tiers; None without tiers or retention."""
     gpus: int = 0
     """The number of GPUs that the engine may use."""
     compiled: Kept | None = None
@@ -149,7 +149,7 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
 
 
 def _sessions(plan: Plan) -> SessionClient | None:
-    """Return the client of the conversations in the tiers, or None if none are kept."""
+    """Return the client of the conversations in the tiers; None without tiers or retention."""
     if isinstance(plan.tiers, NoTiers) or not plan.settings.kv_retention:
         return None
     return SessionClient(ports(plan.machine).http)

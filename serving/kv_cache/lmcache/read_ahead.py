@@ -34,14 +34,12 @@ PIECE_BYTES = 128 << 20
 QUEUED = 8
 """Most conversations that wait to be read."""
 LIMIT_S = 60.0
-"""Seconds after the call in which a piece may begin. A later one would hardly come before the
-turn.
-"""
+"""A piece begins within this many seconds of the call. Later, the turn has probably come."""
 PAUSE_S = 0.02
 """Between two looks at whether a piece may begin."""
 ROOM = 0.8
-"""The share of memory from which on LMCache evicts. Reads that fill more could leave stores without
-room.
+"""LMCache evicts while more than this share of memory is used. Reads that fill more could leave
+stores without room.
 """
 
 DONE, PART, NOTHING, LATE, BUSY = ENDS = ("done", "part", "nothing", "late", "busy")
@@ -95,14 +93,14 @@ class ReadAhead:
         return True
 
     def keep(self, context: Any) -> None:
-        """Read what is asked for. Never returns. context: LMCache's MPCacheServerContext."""
+        """Read the conversations in the queue. Never returns. context: the engine's in LMCache."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._asked)
                 session, asked = self._asked.popitem(last=False)
-            self.read(context, session, asked + LIMIT_S)
+            self.prefetch(context, session, asked + LIMIT_S)
 
-    def read(self, context: Any, session: str, until: float) -> None:
+    def prefetch(self, context: Any, session: str, until: float) -> None:
         """Read a conversation. until: when the last piece may begin, by the clock."""
         storage: StorageManager = context.storage_manager
         lease = self._retention.lease(session)
@@ -161,8 +159,8 @@ def _rows(keys: Sequence[ObjectKey], registry: Any) -> Sequence[GroupedObjectKey
 
 
 def pieces(rows: Sequence[GroupedObjectKeys]) -> Iterator[list[GroupedObjectKeys]]:
-    """Yield the rows in pieces, each a part of some rows, the beginning first. Of layers with an
-    attention window, only the last chunks are used.
+    """Yield the rows in pieces, each a part of some rows, the beginning first. Layers with an
+    attention window need only the last chunks.
     """
     by_window = defaultdict[int, list[GroupedObjectKeys]](list)
     for row in rows:

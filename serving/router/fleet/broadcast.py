@@ -72,8 +72,8 @@ class Broadcast:
     async def _ask(
         self, request: Request, asks: Callable[[Replica], bool]
     ) -> tuple[list[Replica], Sequence[Answer | BaseException | None]]:
-        """Let the ready replicas answer that are to be asked. Returns these, and what _send_to()
-        returned or raised for each. Raises NotReady.
+        """Let the ready replicas answer that `asks` accepts. Returns these replicas, and for each
+        the answer or exception of _send_to(). Raises NotReady.
         """
         await self._health.look()
         ready = [it for it in self._pool.ready if asks(it)]
@@ -119,7 +119,7 @@ class Broadcast:
 
 
 def _worst(answers: Sequence[Answer | BaseException | None]) -> Answer:
-    """Return the worst answer. Raises what a replica's call has raised, and NotReady."""
+    """Return the worst answer. Raises the exception of a replica's call, and NotReady."""
     counted = []
     for answer in answers:
         if isinstance(answer, BaseException):

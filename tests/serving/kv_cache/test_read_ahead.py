@@ -83,7 +83,7 @@ class Reading:
         return [it for it in keys if self.storage._l1_manager.get_object_state(it)]
 
     def read(self):
-        self.ahead.read(self.context, "s", SOON)
+        self.ahead.prefetch(self.context, "s", SOON)
 
     def ends(self):
         name = "slipway_kv_prefetches_total"
