@@ -137,7 +137,7 @@ class ReadAhead:
         if found is None:
             return False
         self._chunks.inc(found.l2_hit_count / len(piece))
-        return found.l1_hit_count + found.l2_hit_count == handle.total_requested_keys
+        return bool(found.l1_hit_count + found.l2_hit_count == handle.total_requested_keys)
 
 
 def _rows(keys: Sequence[ObjectKey], registry: Any) -> Sequence[GroupedObjectKeys]:

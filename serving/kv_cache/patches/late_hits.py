@@ -64,7 +64,7 @@ PATCH = Patch(
             f"{_CONTROLLERS}.prefetch_controller:PrefetchKeyState",
             has=("l1_locked_keys", "l2_locked_keys"),
         ),
-        Name("lmcache.v1.distributed.l1_manager:L1Manager.reserve_read", "self, keys, read_locks"),
+        Name("lmcache.v1.distributed.l1_manager:L1Manager", has=("reserve_read",)),
     ),
     does="Counts a chunk as a hit that has come into memory while a look-up asked the stores.",
     why="LMCache cannot reserve memory for such a chunk, and ends the prompt's hit before it. That "
