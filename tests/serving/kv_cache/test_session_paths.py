@@ -42,16 +42,23 @@ async def served_by(app, **settings):
         await serving
 
 
+class Reader(Tier):
+    """A tier with stores behind it, and the queue of the reader from them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stores = ["a disk"]
+        self.ahead = ReadAhead(self.retention, lambda: False, registry=self.registry)
+
+
 @asynccontextmanager
 async def cached(**settings):
-    """A server whose cache server has one tier."""
-    tier, app = Tier(), Starlette()
-    tier.stores = ["a disk"]
+    """A server whose cache server has one tier in memory."""
+    tier, app = Reader(), Starlette()
     storage = SimpleNamespace(l2_adapters=lambda: tier.stores)
     app.state.engine = SimpleNamespace(
         context=SimpleNamespace(chunk_size=CHUNK, storage_manager=storage)
     )
-    tier.ahead = ReadAhead(tier.retention, lambda: False, registry=tier.registry)
     session_paths.add(app, tier.retention, tier.ahead)
     async with served_by(app, **settings) as it:
         yield it, tier
