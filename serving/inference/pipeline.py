@@ -324,7 +324,7 @@ class Pipeline:
         with request.client.record.part("queue"):
             return await self._queue.turn(
                 *(lane, prepared.sequences, within, request.background),
-                waits=self._prefetching(request, intent),
+                self._prefetching(request, intent),
             )
 
     def _prefetching(
