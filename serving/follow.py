@@ -49,6 +49,7 @@ What = Literal[
     "objectives",
     "peers",
     "processes",
+    "read_ahead",
     "replicas",
     "shared_store",
     "time_outs",

@@ -119,6 +119,9 @@ INVOCATIONS = (
 SageMaker's multi-model endpoints.
 """
 ADAPTERS = ("/adapters", "/models/{model}/adapters")
+KV_SESSION = "/kv_sessions/{id}"
+KV_PREFETCH = f"{KV_SESSION}/prefetch"
+"""A conversation's KV in the tiers, and its way into memory."""
 
 
 def _pattern(paths: Iterable[str]) -> str:
@@ -129,6 +132,8 @@ INVOCATIONS_PATH = _pattern(INVOCATIONS)
 ADAPTERS_PATH = _pattern(ADAPTERS)
 MANAGEMENT_PATH = _pattern((*MANAGEMENT, *MANAGED, SERVER_LOGGING))
 MANAGED_PATH = _pattern(MANAGED)
+KV_SESSION_PATH = _pattern((KV_SESSION,))
+KV_PREFETCH_PATH = _pattern((KV_PREFETCH,))
 """The same as regular expressions."""
 OPENAI = "/v1/"
 """The prefix of OpenAI's paths."""

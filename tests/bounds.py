@@ -108,6 +108,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "serving/router/fleet/kubernetes.py": ["_reason json.loads"],
     },
     "Answers of replicas to the router's own questions": {
+        "serving/router/fleet/broadcast.py": ["_tokens msgspec.json.decode"],
         "serving/router/fleet/health.py": [
             "- msgspec.json.Decoder(_Models).decode",
             "_read_ping msgspec.json.decode",
@@ -170,6 +171,10 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "Answers of the cache server": {
         "serving/kv_cache/cache_server.py": ["CacheServer._read_series answer.aiter_bytes"],
+        "serving/kv_cache/session_client.py": [
+            "SessionClient._ask answer.aiter_bytes",
+            "SessionClient._ask msgspec.json.decode",
+        ],
     },
     "The compile cache": {
         "lmi_config/plan/compile_cache.py": ["manifest file.read", "manifest msgspec.json.decode"],

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.access.caller import Caller
 from serving.batch.store import Store
+from serving.cache_hints import intent
 from serving.engine.base import Call
 from serving.http.bodies import Bodies
 from serving.kv_cache.salt import Tenants
@@ -148,6 +149,10 @@ bodies_of_some_size = Bodies.__init__
 def first_tenant(tenants: Tenants, caller: Any, headers: Any) -> str:
     name = tenants._name
     return next((it.decode() for key, it in headers if key == name), "")
+
+
+def of_tenant_a(tenant: str | None, name: str) -> str:
+    return intent.digest("a", name)
 
 
 def unsigned(signer: Any, token: bytes) -> tuple[Caller, float]:
@@ -590,6 +595,11 @@ DEFENCES: Mapping[str, Removed] = {
     "A tenant reads or replaces another's image by its `uuid` in the engine's caches": Removed(
         f"{MEDIA}test_a_uuid_is_its_senders_own",
         {"serving.inference.content.media:_name": nothing},
+    ),
+    "A tenant looks at, ends or prefetches another's conversation of the same name": Removed(
+        "tests/serving/kv_cache/test_session_paths.py::"
+        "test_a_conversation_is_its_tenants_alone[GET ]",
+        {"serving.inference.kv_sessions:digest": of_tenant_a},
     ),
     "A client adds a tenant header to its gateway's": Removed(
         "tests/serving/kv_cache/test_salt.py::test_a_tenant_that_is_named_twice_is_refused",

@@ -9,9 +9,18 @@ from typing import Literal
 import msgspec
 
 from serving.errors import NotPermitted
-from serving.protocol import EXECUTION_PARAMETERS, INVOCATIONS_PATH, PROBES, is_api
+from serving.protocol import (
+    EXECUTION_PARAMETERS,
+    INVOCATIONS_PATH,
+    KV_PREFETCH_PATH,
+    KV_SESSION_PATH,
+    PROBES,
+    is_api,
+)
 
-_FOR_ALL = re.compile(f"{INVOCATIONS_PATH}|{EXECUTION_PARAMETERS}")
+_FOR_ALL = re.compile(
+    "|".join((INVOCATIONS_PATH, EXECUTION_PARAMETERS, KV_SESSION_PATH, KV_PREFETCH_PATH))
+)
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -115,5 +124,7 @@ ANYBODY = Caller(admin=True)
 
 
 def administers(path: str) -> bool:
-    """Whether a path is only for admin keys: all paths except inference and health checks."""
+    """Whether a path is only for admin keys: all paths except inference, health checks, and a
+    tenant's own conversations.
+    """
     return not (is_api(path) or _FOR_ALL.fullmatch(path) or path in PROBES)

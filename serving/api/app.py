@@ -26,6 +26,7 @@ from serving.batch.answers import new_batch
 from serving.errors import ErrorShape, NotFound
 from serving.http.bodies import sender
 from serving.http.origins import Origins
+from serving.inference import kv_sessions
 from serving.inference.request import HttpCall
 from serving.ui import page as ui
 
@@ -106,6 +107,9 @@ def _table(backend: Backend, settings: Settings) -> Iterator[Row]:
     yield Row("GET", protocol.MODELS, info.models)
     yield Row("GET", f"{protocol.MODELS}/{{id:path}}", info.model)
     yield Row("GET", protocol.KV_EVENT_SOURCES, info.kv_event_sources)
+    yield Row("GET", protocol.KV_SESSION, kv_sessions.look)
+    yield Row("DELETE", protocol.KV_SESSION, kv_sessions.end)
+    yield Row("POST", protocol.KV_PREFETCH, kv_sessions.prefetch)
     for path in protocol.ADAPTERS:
         yield Row("GET", path, adapters.page)
         yield Row("POST", path, adapters.register, adapters.parameters)

@@ -17,6 +17,7 @@ from serving.batch.runner import Runner
 from serving.batch.store import Store
 from serving.engine.base import Engine
 from serving.inference.pipeline import Pipeline
+from serving.kv_cache.session_client import SessionClient
 from serving.lifecycle import Lifecycle, Stage, Step
 from serving.lora.adapter import State
 from serving.lora.adapter_registry import AdapterRegistry
@@ -63,9 +64,12 @@ class Backend:
         adapters: AdapterRegistry | None,
         code: UserCode | None,
         gpus: int = 0,
+        tiers: SessionClient | None = None,
     ) -> Pipeline:
-        """Begin to answer requests: the server is ready. code: the model's model.py."""
-        self._pipeline = Pipeline(engine, adapters, code, self._settings, self.limiter)
+        """Begin to answer requests: the server is ready. code: the model's model.py. tiers: as
+        Pipeline has it.
+        """
+        self._pipeline = Pipeline(engine, adapters, code, self._settings, self.limiter, tiers)
         if self._store:
             self.files.runner = Runner(*(self._store, self._settings, self._pipeline, self._others))
         self.gpus = gpus

@@ -6,6 +6,7 @@ a value, which the next ones read.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from serving import protocol
 from serving.access.limits import Limiter
 from serving.aio import in_thread
 from serving.cache_hints.hints import Hints
+from serving.cache_hints.intent import CacheIntent
 from serving.engine.base import Engine, Usage
 from serving.engine.no_engine import MESSAGE as NO_ENGINE
 from serving.errors import BadRequest, NotFound, NotReady, Shed
@@ -35,6 +37,7 @@ from serving.inference.relay import Relay
 from serving.inference.request import ClientRequest, HttpCall, InferenceRequest
 from serving.kv_cache import transfer as kv_transfer
 from serving.kv_cache.salt import Tenants
+from serving.kv_cache.session_client import SessionClient
 from serving.lora.adapter import Adapter
 from serving.lora.adapter_registry import AdapterRegistry
 from serving.user_code import UserCode
@@ -65,13 +68,16 @@ class Pipeline:
         code: UserCode | None,
         settings: Settings,
         limiter: Limiter,
+        tiers: SessionClient | None = None,
     ) -> None:
+        """tiers: the conversations in the KV cache tiers; None without tiers or retention."""
         self.engine = engine
         self.adapters = adapters
         self.code = code
         """The model's model.py."""
         self._settings = settings
         self.limiter = limiter
+        self.tiers = tiers
         self._model_name = settings.model_names[0]
         self.model_id = settings.model_id
         """The operator's name of the model, wherever its files are."""
@@ -114,9 +120,9 @@ class Pipeline:
         """The reason why the model's model.py cannot answer now, or None."""
         return self.code.failure if self.code else None
 
-    def tenant(self, client: ClientRequest) -> str | None:
+    def tenant(self, request: ClientRequest | HttpCall) -> str | None:
         """Return a request's tenant, or None without tenants. Raises BadRequest."""
-        return self._tenants.tenant(client.record.caller, client.scope["headers"])
+        return self._tenants.tenant(request.record.caller, request.scope["headers"])
 
     def require_model(self, client: ClientRequest) -> None:
         """Raise NotPermitted if the client's key does not allow the base model."""
@@ -226,7 +232,7 @@ class Pipeline:
                     raise BadRequest(TOO_DEEP) from None
                 if adapter:
                     request.client.record.adapter = adapter.name
-                ticket = await self._schedule(request, prepared)
+                ticket = await self._schedule(request, prepared, isolated.intent)
             relay = Relay(request, prepared.rendering, adapter)
             try:
                 await self._answer(request, prepared, isolated, adapter, relay)
@@ -299,8 +305,11 @@ class Pipeline:
         )
         return Formatters(given, answered)
 
-    async def _schedule(self, request: InferenceRequest, prepared: Prepared) -> Ticket:
-        """Wait for the request's turn in the fair queue. Returns its ticket.
+    async def _schedule(
+        self, request: InferenceRequest, prepared: Prepared, intent: CacheIntent
+    ) -> Ticket:
+        """Wait for the request's turn in the fair queue. Returns its ticket. While it waits, its
+        conversation's KV is read into memory.
 
         Raises Overloaded if the turn would come too late, and Shed if the request may not wait.
         """
@@ -313,7 +322,18 @@ class Pipeline:
         tenant = request.client.record.caller.shown_tenant
         lane = f"{tenant}\0{request.adapter or ''}" if tenant else request.adapter or ""
         with request.client.record.part("queue"):
-            return await self._queue.turn(lane, prepared.sequences, within, request.background)
+            return await self._queue.turn(
+                *(lane, prepared.sequences, within, request.background),
+                self._prefetching(request, intent),
+            )
+
+    def _prefetching(
+        self, request: InferenceRequest, intent: CacheIntent
+    ) -> Callable[[], None] | None:
+        """Return the call that prefetches the KV of the request's conversation, or None."""
+        if not (self.tiers and intent.session) or intent.low or request.background:
+            return None
+        return functools.partial(self.tiers.prefetch_soon, intent.session)
 
     def _require_room(self) -> None:
         """Raise Shed if the engine runs as many sequences as it can."""

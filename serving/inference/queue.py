@@ -110,12 +110,21 @@ class FairQueue:
         return self._turns.length()
 
     async def turn(
-        self, lane: str, sequences: int, within: float | None, background: bool = False
+        self,
+        lane: str,
+        sequences: int,
+        within: float | None,
+        background: bool = False,
+        waits: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Wait for a turn, as join() describes. The caller must call leave() when it is over."""
+        """Wait for a turn, as join() describes. The caller must call leave() when it is over.
+        waits: called if the turn does not come at once.
+        """
         ticket = self.join(lane, sequences, within, background)
         if ticket.called:
             try:
+                if waits:
+                    waits()
                 await ticket.called
             except BaseException:
                 self.leave(ticket)

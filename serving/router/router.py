@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Hashable, Iterator, Mapping, Set
 from typing import Any, Protocol
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -23,6 +23,7 @@ from serving.access.access import Access
 from serving.access.limits import Limiter
 from serving.access.objectives import Objectives
 from serving.aio import in_thread
+from serving.cache_hints.intent import digest
 from serving.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -41,7 +42,7 @@ from serving.lifecycle import SHUTDOWN
 from serving.observability.tracing import tracer
 from serving.process import StopSignals, return_heaps
 from serving.router import status
-from serving.router.fleet.broadcast import Broadcast
+from serving.router.fleet.broadcast import Answer, Broadcast
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
 from serving.router.fleet.health import Asking, HealthChecks
@@ -76,6 +77,7 @@ from serving.router.retry import RetryBudget
 from serving.router.routes import (
     BATCH,
     CHANGE,
+    CONVERSATION,
     END_TO_END,
     INFERENCE,
     READ,
@@ -208,7 +210,7 @@ class Router:
         )
         self._broadcast = Broadcast(
             *(self.pool, self._health, settings.router_first_byte_timeout, asking),
-            self._access.identity,
+            *(self._access.identity, self.rules.tenant),
         )
         self._changes: set[asyncio.Task[None]] = set()
         self._picker = self._endpoint_picker()
@@ -511,10 +513,20 @@ class Router:
         elif route is CHANGE:
             self._change(responder, request)
             return None
+        elif route is CONVERSATION:
+            last = self._last_replica(request) if request.method == b"POST" else ""
+            call = self._broadcast.send_about_conversation(request, last)
+            self._later(self._to_all(responder, call))
+            return None
         elif self._copies and request.method == b"GET" and self._describes(request.path):
             self._later(self._describe(responder, request, self._copies))
             return None
         return route
+
+    def _last_replica(self, request: Request) -> str:
+        """Return the name of the replica of a conversation's last turn, "" if it is not known."""
+        name = unquote(request.path.split("/")[2])
+        return self.routing.conversations.replica(digest(request.tenant, name))
 
     def _describes(self, path: str) -> bool:
         """Whether a path asks for the description of the served model, by one of its names."""
@@ -622,7 +634,7 @@ class Router:
             raise Overloaded(
                 "there are more bytes of requests than the router has memory for; try again"
             )
-        self._later(self._to_all(responder, request))
+        self._later(self._to_all(responder, self._changed(request)))
 
     def _later(self, answering: Coroutine[Any, Any, None]) -> None:
         """Run a slow answer in a task."""
@@ -670,12 +682,17 @@ class Router:
         except Exception:
             responder.fail(errors.unforeseen())
 
-    async def _to_all(self, responder: WholeResponder, request: Request) -> None:
+    async def _changed(self, request: Request) -> Answer:
+        """Return the answer to a change. Raises ServingError."""
+        endpoint = self._models.named(request, "").endpoint if self._models else ""
+        return await self._broadcast.send(request, endpoint)
+
+    async def _to_all(
+        self, responder: WholeResponder, answering: Coroutine[Any, Any, Answer]
+    ) -> None:
+        """Answer with the answer of all replicas."""
         try:
-            endpoint = ""
-            if self._models:
-                endpoint = self._models.named(request, "").endpoint
-            answer = await self._broadcast.send(request, endpoint)
+            answer = await answering
             responder.respond(answer.status, answer.content_type, answer.body, *answer.lines)
         except ServingError as error:
             responder.fail(error)

@@ -20,6 +20,10 @@ from serving.protocol import (
     FINALS,
     INVOCATIONS,
     INVOCATIONS_PATH,
+    KV_PREFETCH,
+    KV_PREFETCH_PATH,
+    KV_SESSION,
+    KV_SESSION_PATH,
     MANAGED,
     MANAGEMENT,
     MANAGEMENT_PATH,
@@ -47,6 +51,10 @@ class Route(enum.Enum):
     """Any replica: they all say the same."""
     CHANGE = "POST, DELETE"
     """All replicas, because it changes state that they all have."""
+    CONVERSATION = "GET, DELETE"
+    """All replicas, because each may keep KV of the conversation. POST to the path below has the
+    same route.
+    """
     BATCH = "GET, HEAD, POST, DELETE"
     """Any replica: they share the folder of files and batches."""
 
@@ -57,10 +65,13 @@ _READ = re.compile(
     "|".join((f"{MODELS}(/.+)?", EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?"))
 )
 _CHANGE = re.compile(f"({ADAPTERS_PATH})(/[^/]+(/update)?)?")
+_CONVERSATION = re.compile(KV_SESSION_PATH)
+_PREFETCH = re.compile(KV_PREFETCH_PATH)
 _BATCH = re.compile(f"{FILES}(/[^/]+(/content)?)?|{BATCHES}(/[^/]+(/cancel)?)?")
 
 
-INFERENCE, READ, CHANGE, BATCH = Route  # in Python 3.11 a member takes a call of an enumeration
+# In Python 3.11 a member takes a call of an enumeration.
+INFERENCE, READ, CHANGE, CONVERSATION, BATCH = Route
 
 
 _MANAGEMENT = re.compile(MANAGEMENT_PATH)
@@ -115,6 +126,10 @@ def route_of(method: bytes, path: str) -> Route | None:
         return BATCH
     if method in (b"POST", b"DELETE") and _CHANGE.fullmatch(path):
         return CHANGE
+    if method in (b"GET", b"DELETE") and _CONVERSATION.fullmatch(path):
+        return CONVERSATION
+    if method == b"POST" and _PREFETCH.fullmatch(path):
+        return CONVERSATION
     return None
 
 
@@ -134,7 +149,7 @@ _TEMPLATES = [
         *INVOCATIONS,
         *(f"{path}{rest}" for path in ADAPTERS for rest in ("", "/{name}", "/{name}/update")),
         *(*MANAGEMENT, *MANAGED, SERVER_LOGGING),
-        f"{MODELS}/{{id}}",
+        *(f"{MODELS}/{{id}}", KV_SESSION, KV_PREFETCH),
     )
 ]
 _PLAIN = frozenset((*ENGINE_PATHS, *OTHERS_PATHS, MODELS, EXECUTION_PARAMETERS))
@@ -149,5 +164,8 @@ def template(path: str) -> str:
 
 def methods(path: str) -> list[str]:
     """The methods that a path answers. None if the path does not exist."""
-    routes = ((_INFERENCE, INFERENCE), (_READ, READ), (_CHANGE, CHANGE))
-    return [route.value for pattern, route in routes if pattern.fullmatch(path)]
+    routes = {
+        **{_INFERENCE: INFERENCE.value, _READ: READ.value, _CHANGE: CHANGE.value},
+        **{_CONVERSATION: CONVERSATION.value, _PREFETCH: "POST"},
+    }
+    return [allowed for pattern, allowed in routes.items() if pattern.fullmatch(path)]

@@ -175,7 +175,7 @@ class Server:
             stop.cancel()
             return runtime
         parts = runtime.engine, runtime.adapters, runtime.code
-        requests = self.backend.open(*parts, runtime.gpus).admission
+        requests = self.backend.open(*parts, runtime.gpus, runtime.tiers).admission
         facts = self._time_to_ready()
         text = f"ready after {facts['elapsed_s']} s. Try:\n\n{self._to_try()}\n"
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})

@@ -18,7 +18,7 @@ from handlers.custom import FILE, THREADS
 from lmi_config.facts import adapter
 from lmi_config.facts.model import Folder, Tensor, tensors
 from lmi_config.options.declared import SCRIPTS, Settings
-from lmi_config.plan.kv_tiers import NoTiers
+from lmi_config.plan.kv_tiers import NoTiers, ports
 from lmi_config.plan.plan import Plan
 from lmi_config.plan.vllm import LORA_MODULES, arguments
 from serving import folders
@@ -29,6 +29,7 @@ from serving.engine.canary.comparison import Verification
 from serving.engine.no_engine import NoEngine
 from serving.errors import ServingError, UserCodeFailed
 from serving.kv_cache.cache_server import CacheServer
+from serving.kv_cache.session_client import SessionClient
 from serving.lifecycle import Note, Step
 from serving.lora.adapter_files import AdapterFiles
 from serving.lora.adapter_registry import AdapterRegistry
@@ -63,6 +64,8 @@ class Runtime:
     code: UserCode | None
     """The model's model.py."""
     cache: CacheServer | None
+    tiers: SessionClient | None = None
+    """The conversations in the KV cache tiers; None without tiers or retention."""
     gpus: int = 0
     """The number of GPUs that the engine may use."""
     compiled: Kept | None = None
@@ -83,6 +86,8 @@ class Runtime:
         if self.code:
             await self.code.stop()
         await self.engine.stop()
+        if self.tiers:
+            await self.tiers.close()
         if self.cache:
             await self.cache.stop()
         await self.save()
@@ -133,8 +138,21 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     engine = await vllm.start(arguments(options), note, _verification(plan))
     adapters = await _register_adapters(plan, folder, engine)
     return Runtime(
-        engine=engine, adapters=adapters, code=code, cache=server, gpus=gpus, compiled=compiled
+        engine=engine,
+        adapters=adapters,
+        code=code,
+        cache=server,
+        tiers=_sessions(plan),
+        gpus=gpus,
+        compiled=compiled,
     )
+
+
+def _sessions(plan: Plan) -> SessionClient | None:
+    """Return the client of the conversations in the tiers; None without tiers or retention."""
+    if isinstance(plan.tiers, NoTiers) or not plan.settings.kv_retention:
+        return None
+    return SessionClient(ports(plan.machine).http)
 
 
 async def _open_compile_cache(plan: Plan, note: Note) -> Kept:

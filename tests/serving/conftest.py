@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from lmi_config.options.declared import Settings
+from serving.kv_cache.session_client import SessionClient
 from serving.lifecycle import Step
 from serving.server.server import Server
 from serving.server.startup import Runtime
@@ -26,8 +27,9 @@ def anyio_backend():
 class Running:
     """A real server on a real port, with a fake engine."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, tiers: SessionClient | None) -> None:
         self.settings = settings
+        self.tiers = tiers
         self.engine = FakeEngine()
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -46,7 +48,7 @@ class Running:
         await self.may_start.wait()
         if self.start_error:
             raise self.start_error
-        return Runtime(engine=self.engine, adapters=None, code=None, cache=None)
+        return Runtime(engine=self.engine, adapters=None, code=None, cache=None, tiers=self.tiers)
 
     @property
     def pipeline(self):
@@ -66,8 +68,10 @@ class Running:
 
 
 @asynccontextmanager
-async def running(wait: bool = True, **settings: Any) -> AsyncIterator[Running]:
-    it = Running(Settings(**{"max_request_size": 30_000} | settings))
+async def running(
+    wait: bool = True, tiers: SessionClient | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    it = Running(Settings(**{"max_request_size": 30_000} | settings), tiers)
     try:
         if wait:
             await it.ready()

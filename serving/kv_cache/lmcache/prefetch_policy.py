@@ -147,7 +147,9 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
         l2_adapter_descs: dict[int, L2AdapterDescriptor],
         fetching_policy: FetchingPolicy,
     ) -> PrefetchPlan:
-        """LMCache's own plan, without the stores that are too slow for this request."""
+        """LMCache's own plan, without the stores that are too slow for this request. Reads ahead of
+        requests (read_ahead.py) have the policy "full".
+        """
 
         def planned(l2: MapState) -> PrefetchPlan:
             return super(CostAwarePrefetch, self).plan_load(
@@ -159,6 +161,8 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
             return STORES.get(kind, kind)
 
         self._names |= {index: name(index) for index in l2_adapter_descs}
+        if fetching_policy == "full":  # before a request asks: its time is not the engine's
+            return planned(self._without_slow_stores(l2_locked_keys))
         whole = plan = planned(l2_locked_keys)
         if not whole.l2_planned_keys.items():
             return whole
@@ -197,6 +201,18 @@ class CostAwarePrefetch(RetainPrefetchPolicy, EventSubscriber):  # type: ignore[
             slow = self._loads[index].slow_until > monotonic()
             behind = self._stores[index].duration(0)
         return not slow and behind < BEHIND_S
+
+    def is_loading(self) -> bool:
+        """Whether chunks are being loaded."""
+        with self._lock:
+            return any(it.in_flight for it in self._loads.values())
+
+    def _without_slow_stores(self, l2: MapState) -> MapState:
+        """Return only the chunks of stores that load faster than the engine computes."""
+        offered, now = l2.copy(), monotonic()
+        for index in [index for index, _ in l2.items() if self._loads[index].slow_until > now]:
+            del offered[index]
+        return offered
 
     def _slowest(self, loads: dict[int, int]) -> tuple[int, float]:
         with self._lock:

@@ -70,6 +70,13 @@ class _Session(NamedTuple):
     keys: Sequence[ObjectKey]
 
 
+class Lease(NamedTuple):
+    """A conversation's lease: its last prompt's chunks, in order, and the seconds until its end."""
+
+    keys: Sequence[ObjectKey]
+    seconds: float
+
+
 class Retention:
     """The leases of a cache server, for all of its tiers. Threads may share it."""
 
@@ -132,6 +139,20 @@ class Retention:
         elif before:
             still = {*keys}
             self._discard([key for key in before if key not in still], user)
+
+    def lease(self, session: str) -> Lease | None:
+        """Return a conversation's lease, None if it has none."""
+        with self._lock:
+            found = self._sessions.get(session)
+        left = found.until - self.clock() if found else 0
+        return Lease(found.keys, left) if found and left > 0 else None
+
+    def end(self, session: str) -> Sequence[ObjectKey]:
+        """End a conversation, as its last turn does. Returns its last prompt's chunks."""
+        with self._lock:
+            keys = self._forget(session)
+        self._discard(keys, session)
+        return keys
 
     def _lease(self, name: str, session: _Session) -> None:
         self._sessions[name] = session

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of adapters, which all replicas are to have."""
+"""Requests that all replicas answer: changes of adapters, and calls about conversations."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 
 from serving.access.caller import Caller
 from serving.errors import NotReady, ReplicaFailed
@@ -41,11 +42,13 @@ class Broadcast:
         timeout_s: float,
         asking: Asking,
         identity: Callable[[Caller, Sequence[str]], bytes | None],
+        tenant_header: bytes,
     ) -> None:
         """timeout_s: for the whole answer of one replica. identity: tells the replicas of these
-        names who asks for the change.
+        names who asks for the change. tenant_header: names the tenant; b"" for none.
         """
         self._identity = identity
+        self._passed_on = (*_PASSED_ON, tenant_header)
         self._pool = pool
         self._asking = asking
         self._health = health
@@ -55,23 +58,33 @@ class Broadcast:
         """Let all replicas answer. Returns the worst of their answers; raises ServingError.
         endpoint: the only replica that is asked; "" for all.
         """
+        ready, answers = await self._ask(request, lambda it: endpoint in ("", it.endpoint))
+        self._health.expire_models(ready)
+        return _worst(answers)
+
+    async def send_about_conversation(self, request: Request, name: str = "") -> Answer:
+        """Let all replicas answer about a conversation. Returns the answer of the one that has kept
+        most of it, or else the worst answer; raises ServingError. name: the only replica that is
+        asked, if it is ready; "" for all.
+        """
+        only = name if any(it.name == name for it in self._pool.ready) else ""
+        _, answers = await self._ask(request, lambda it: only in ("", it.name))
+        good = [it for it in answers if isinstance(it, Answer) and it.status < 300]
+        return max(good, key=_tokens) if good else _worst(answers)
+
+    async def _ask(
+        self, request: Request, asks: Callable[[Replica], bool]
+    ) -> tuple[list[Replica], Sequence[Answer | BaseException | None]]:
+        """Let the ready replicas answer that `asks` accepts. Returns these replicas, and for each
+        the answer or exception of _send_to(). Raises NotReady.
+        """
         await self._health.look()
-        ready = [it for it in self._pool.ready if endpoint in ("", it.endpoint)]
+        ready = [it for it in self._pool.ready if asks(it)]
         if not ready:
             raise NotReady(self._pool.trouble())
         async with self._asking.session() as client:
             calls = (self._send_to(replica, request, client) for replica in ready)
-            answers = await asyncio.gather(*calls, return_exceptions=True)
-        self._health.expire_models(ready)
-        counted = []
-        for answer in answers:  # only now: all of them are to have the change
-            if isinstance(answer, BaseException):
-                raise answer
-            if answer:
-                counted.append(answer)
-        if not counted:
-            raise NotReady("the replicas ended before they took the change; try again")
-        return max(counted, key=lambda answer: answer.status)
+            return ready, await asyncio.gather(*calls, return_exceptions=True)
 
     async def _send_to(
         self, replica: Replica, request: Request, client: aiohttp.ClientSession
@@ -93,7 +106,8 @@ class Broadcast:
     async def _answer(
         self, replica: Replica, request: Request, client: aiohttp.ClientSession
     ) -> Answer:
-        headers = _passed_on(request, self._identity(request.caller, (replica.called,)))
+        identity = self._identity(request.caller, (replica.called,))
+        headers = _passed_on(request, self._passed_on, identity)
         async with client.request(
             request.method.decode(),
             replica.name + request.target.decode("latin-1"),
@@ -107,9 +121,36 @@ class Broadcast:
             return Answer(answer.status, content_type.encode(), await read(answer), lines)
 
 
-def _passed_on(request: Request, identity: bytes | None) -> Iterator[tuple[bytes, bytes]]:
-    """The headers for a replica, with the sender's identity."""
-    passed_on = _PASSED_ON + _CREDENTIALS if identity is None else _PASSED_ON
+def _worst(answers: Sequence[Answer | BaseException | None]) -> Answer:
+    """Return the worst answer. Raises the exception of a replica's call, and NotReady."""
+    counted = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer:
+            counted.append(answer)
+    if not counted:
+        raise NotReady("the replicas ended before they took the change; try again")
+    return max(counted, key=lambda answer: answer.status)
+
+
+class _Kept(msgspec.Struct):
+    tokens: int = 0
+
+
+def _tokens(answer: Answer) -> int:
+    """Return the tokens of a conversation that a replica has kept."""
+    try:
+        return msgspec.json.decode(answer.body, type=_Kept).tokens
+    except msgspec.MsgspecError:  # of another server
+        return 0
+
+
+def _passed_on(
+    request: Request, names: Sequence[bytes], identity: bytes | None
+) -> Iterator[tuple[bytes, bytes]]:
+    """The headers for a replica, with the sender's identity. names: of the request's headers."""
+    passed_on = (*names, *_CREDENTIALS) if identity is None else names
     yield from (header for header in request.headers if header[0] in passed_on)
     if identity:
         yield IDENTITY, identity

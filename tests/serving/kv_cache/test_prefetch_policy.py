@@ -42,8 +42,10 @@ def cells(chunks) -> Bitmap2D:
     return found
 
 
-def planned(policy: CostAwarePrefetch, memory, **stores) -> dict[int, list[int]]:
-    """The chunks that are loaded from each store. memory, stores: the chunks that they have."""
+def planned(policy: CostAwarePrefetch, memory, by="prefix", **stores) -> dict[int, list[int]]:
+    """The chunks that are loaded from each store. memory, stores: the chunks that they have. by:
+    LMCache's policy.
+    """
     keys = [ObjectKey(bytes([chunk]), "model", 0) for chunk in range(CHUNKS)]
     layout = MemoryLayoutDesc([torch.Size([CHUNK_SIZE // 2])], [torch.bfloat16])
     l1, l2 = MapState(), MapState()
@@ -51,9 +53,7 @@ def planned(policy: CostAwarePrefetch, memory, **stores) -> dict[int, list[int]]
     for index, chunks in stores.items():
         l2[{"disk": DISK, "shared": SHARED}[index]] = cells(chunks)
     described = {DISK: Described(), SHARED: Described()}
-    plan = policy.plan_load(
-        [GroupedObjectKeys(keys, 0, layout)], l1, l2, {0: None}, described, "prefix"
-    )
+    plan = policy.plan_load([GroupedObjectKeys(keys, 0, layout)], l1, l2, {0: None}, described, by)
     return {index: row[0].get_indices_list() for index, row in plan.l2_planned_keys.items()}
 
 
@@ -112,3 +112,22 @@ def test_only_the_slow_store_is_left_out(policy):
     load(policy, DISK, CHUNK_SIZE, 0.1)
     found = planned(policy, [0], disk=[1, 2], shared=ALL)
     assert found == {DISK: [1, 2]}
+
+
+def test_a_read_ahead_costs_the_engine_no_time_and_leaves_slow_stores_alone(policy):
+    policy.seconds_per_chunk = 1.0
+    load(policy, DISK, CHUNK_SIZE, 0.5)
+    load(policy, DISK, 20 * CHUNK_SIZE, 0, task=2)
+    assert planned(policy, [], disk=ALL) == {}
+    assert planned(policy, [0], by="full", disk=ALL) == {DISK: ALL[1:]}
+    load(policy, SHARED, CHUNK_SIZE, 10)
+    assert planned(policy, [], shared=ALL) == {}
+    assert planned(policy, [], by="full", disk=[0], shared=ALL) == {DISK: [0]}
+
+
+def test_whether_chunks_are_being_loaded(policy):
+    assert not policy.is_loading()
+    load(policy, DISK, CHUNK_SIZE, 0)
+    assert policy.is_loading()
+    load(policy, DISK, CHUNK_SIZE, 1)
+    assert not policy.is_loading()

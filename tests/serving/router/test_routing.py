@@ -1144,6 +1144,44 @@ async def test_changes_of_adapters_go_to_all():
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
 
 
+async def test_a_call_about_a_conversation_goes_to_all_and_the_most_is_answered():
+    """Also where some replicas have no tiers, or fail."""
+
+    def keeps(tokens):
+        return sends(whole(200, b'{"tokens": %d}' % tokens, "content-type: application/json"))
+
+    async with routing(4, cache_salt_header="X-Tenant") as it:
+        for replica, tokens in zip(it.fleet, (256, 4096, 0), strict=False):
+            replica.answer = keeps(tokens)
+        it.fleet[3].answer = sends(whole(404, b"{}"))
+        headers = {"x-tenant": "a", "x-other": "b"}
+        for method in ("GET", "DELETE"):
+            found = await it.client.request(method, "/kv_sessions/mine", headers=headers)
+            assert (found.status_code, found.json()) == (200, {"tokens": 4096})
+        for replica in it.fleet:
+            asked = replica.asked[-1]
+            assert (asked.method, asked.target) == ("DELETE", "/kv_sessions/mine")
+            assert (asked.headers["x-tenant"], "x-other" in asked.headers) == ("a", False)
+        for replica in it.fleet:
+            replica.answer = sends(whole(404, b'{"code":404}', "content-type: application/json"))
+        found = await it.client.delete("/kv_sessions/mine")
+        assert (found.status_code, found.json()) == (404, {"code": 404})
+        found = await it.client.put("/kv_sessions/mine")
+        assert (found.status_code, found.headers["allow"]) == (405, "GET, DELETE")
+
+
+async def test_a_prefetch_goes_to_the_server_of_the_last_turn():
+    async with routing(3) as it:
+        path, turn = "/kv_sessions/my%20own/prefetch", {"prompt": "a"}
+        await it.client.post(path)
+        assert [len(replica.asked) for replica in it.fleet] == [1, 1, 1]
+        answer = await it.post(turn, headers={"x-session-id": "my own"})
+        await it.client.post(path)
+        asked = {it.url: len(it.asked) for it in it.fleet}
+        assert asked.pop(answer.json()["replica"]) == 3
+        assert [*asked.values()] == [1, 1]
+
+
 async def test_a_change_goes_nowhere_else():
     async with routing(1) as it, routing(1) as other:
         where = f"location: {other.fleet[0].url}/adapters"

@@ -2,6 +2,7 @@
 """The image's health check: the address that it asks, and its verdict on the answers."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_the_health_check_asks_the_containers_address():
 @pytest.mark.anyio
 @pytest.mark.parametrize("tls", [False, True])
 async def test_a_server_is_healthy_when_it_is_ready(tmp_path, tls):
-    files = {}
+    files: dict[str, Any] = {}
     if tls:
         certify(tmp_path)
         files = {"tls_cert_file": f"{tmp_path}/own.pem", "tls_key_file": f"{tmp_path}/own.key"}
