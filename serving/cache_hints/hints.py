@@ -31,12 +31,9 @@ class Hints:
         *,
         low: bool,
     ) -> CacheIntent:
-        """Return what a request says, and count its fields. As intent.read() has it."""
+        """Return what a request says. As intent.read() has it."""
         named = dict(headers)
-        own = self._own(named, body)
-        intent = read(named, keys, body, tenant, own=own, low=low)
-        count(intent)
-        return intent
+        return read(named, keys, body, tenant, own=self._own(named, body), low=low)
 
 
 def count(intent: CacheIntent) -> None:
