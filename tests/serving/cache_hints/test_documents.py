@@ -60,7 +60,7 @@ def test_a_document_less_changes_no_other_place(sent, data):
 def test_runs_of_orderable_parts_are_ordered_each_by_itself():
     first, second = parts("q", "r", "s"), parts("q", "r")
     order_of_three, order_of_two = (served(it)[1] for it in (first, second))
-    body = {
+    body: dict[str, Any] = {
         "documents": [A],
         "messages": [
             *SAID,
@@ -125,7 +125,7 @@ def counted(taken: str) -> float:
     return REGISTRY.get_sample_value("slipway_cache_hints_total", labels) or 0
 
 
-async def engines(door: Any, path: str, body: Any, **more: Any) -> tuple[Any, str | None]:
+async def engines(door: Any, path: str, body: Any, **more: Any) -> tuple[Any, Any]:
     """The bodies that the engine gets of a request, and the order that its answer names."""
     door.engine.calls.clear()
     answer = await door.post(path, body, **more)
