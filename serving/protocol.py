@@ -49,6 +49,8 @@ CACHE = b"x-slipway-cache"
 """With any value, asks for the server's reading of the hints about caches; the answer has it in the
 same header.
 """
+DOCUMENT_ORDER = b"x-slipway-document-order"
+"""In an answer: the order of the request's documents that was served (cache_hints/documents.py)."""
 
 DESTINATION = b"x-gateway-destination-endpoint"
 """The replica that the endpoint picker chose for the gateway: IP:PORT[,IP:PORT ...]."""

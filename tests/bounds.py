@@ -39,6 +39,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "serving/router/policy/routing_request.py": [
             "- msgspec.json.Decoder(list[_Message]).decode",
             "RequestReader.__init__ msgspec.json.Decoder(body).decode",
+            "_in_order msgspec.json.decode",
         ],
     },
     "Hints about KV caches": {

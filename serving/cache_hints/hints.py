@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hints of a server's requests, read and counted."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import Counter
 
@@ -30,11 +30,17 @@ class Hints:
         tenant: str | None,
         *,
         low: bool,
+        order: Callable[[], bool],
     ) -> CacheIntent:
-        """Return what a request says, and count its fields. As intent.read() has it."""
+        """Return what a request says, and count its fields. As intent.read() has it.
+
+        order: puts the documents into canonical order, by the client's consent, and returns whether
+        it has done so.
+        """
         named = dict(headers)
-        own = self._own(named, body)
-        intent = read(named, keys, body, tenant, own=own, low=low)
+        intent = read(named, keys, body, tenant, own=self._own(named, body), low=low)
+        if intent.any_order and not order():
+            intent = intent.in_given_order()
         count(intent)
         return intent
 

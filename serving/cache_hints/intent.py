@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from serving.cache_hints import marks
+from serving.cache_hints import documents, marks
 from serving.protocol import (
     CLAUDE_AGENT_ID,
     CLAUDE_SESSION_ID,
@@ -67,7 +67,7 @@ FIELDS = (
     *sorted(it.decode() for it in _HEADERS),
     *(_SESSION_KEY, "session_id", "requestType"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    *(marks.MARK, marks.BREAKPOINT),
+    *(marks.MARK, marks.BREAKPOINT, documents.CONSENT),
     *(_HINT + it for it in ("priority", "osl", "final", *_WITHOUT_EFFECT)),
     *("nvext", "nvext.agent_hints", "nvext.cache_control", "nvext.session_control", "agent_hint"),
 )
@@ -89,9 +89,10 @@ class HintKeys(msgspec.Struct):
     prompt_cache_key: msgspec.Raw = NONE
     prompt_cache_options: msgspec.Raw = NONE
     prompt_cache_retention: msgspec.Raw = NONE
+    document_order: msgspec.Raw = NONE
 
 
-READ_HERE = frozenset(("session_id", "nvext", "agent_hint", "kv_hints"))
+READ_HERE = frozenset(("session_id", "nvext", "agent_hint", "kv_hints", documents.CONSENT))
 """Keys of a body that the engine does not get: they name a conversation in clear, or a later vLLM
 could obey them.
 """
@@ -105,8 +106,9 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
     the KV of the whole prompt stays useful after this request; 0 if no field names a lifetime.
     marked: the same, only by marks of `cache_control` at the prompt's end. low: whether the KV is
     worth less than that of others. final: whether no further turn will come. output: the expected
-    tokens of the answer, 0 if unknown. taken, ignored: the fields that were understood, and those
-    that were not or have no effect, by their names in FIELDS.
+    tokens of the answer, 0 if unknown. any_order: whether the server may order the documents.
+    taken, ignored: the fields that were understood, and those that were not or have no effect, by
+    their names in FIELDS.
     """
 
     session: str = ""
@@ -117,6 +119,7 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
     low: bool = False
     final: bool = False
     output: int = 0
+    any_order: bool = False
     taken: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
@@ -127,10 +130,16 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
             f"session={self.session[:12] or '-'}",
             *([f"parent={self.parent[:12]}"] if self.parent else ()),
             f"seconds={self.seconds}",
-            *(name for name in ("low", "final") if getattr(self, name)),
+            *(name for name in ("low", "final", "any_order") if getattr(self, name)),
             *([f"ignored={','.join(dict.fromkeys(self.ignored))}"] if self.ignored else ()),
         ]
         return " ".join(said)
+
+    def in_given_order(self) -> "CacheIntent":
+        """Return the intent of a request whose documents stay in their order."""
+        ignored = (*self.ignored, documents.CONSENT)
+        taken = tuple(it for it in self.taken if it != documents.CONSENT)
+        return msgspec.structs.replace(self, any_order=False, taken=taken, ignored=ignored)
 
 
 NO_INTENT = CacheIntent()
@@ -200,7 +209,7 @@ def _has_hints(headers: Mapping[bytes, bytes], keys: HintKeys, body: bytes | byt
         not _HEADERS.isdisjoint(headers)
         or (keys.session_id or keys.cache_control or keys.nvext or keys.agent_hint)
         or (keys.prompt_cache_key or keys.prompt_cache_options or keys.prompt_cache_retention)
-        or keys.request_type
+        or (keys.request_type or keys.document_order)
         or b'"cache_control"' in body
         or b'"prompt_cache_breakpoint"' in body
     )
@@ -242,6 +251,7 @@ class _Reading:
             low=low or unused or self._number(hints, "priority", -_MOST_TOKENS) < 0,
             final=self._final(hints),
             output=self._number(hints, "osl", 0),
+            any_order=self._any_order(),
             taken=tuple(self._taken),
             ignored=tuple(self._ignored),
         )
@@ -299,6 +309,13 @@ class _Reading:
         is_known = bytes(hints.final) in (b"true", b"false")
         (self._taken if is_known else self._ignored).append(f"{_HINT}final")
         return bytes(hints.final) == b"true"
+
+    def _any_order(self) -> bool:
+        if not (said := self._text(documents.CONSENT, self._keys.document_order)):
+            return False
+        known = {documents.CANONICAL: True, documents.GIVEN: False}
+        (self._taken if said in known else self._ignored).append(documents.CONSENT)
+        return known.get(said, False)
 
     # How long it stays useful, in seconds
 

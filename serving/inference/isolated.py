@@ -9,6 +9,7 @@ import msgspec
 
 from lmi_config.options.declared import Settings
 from serving import protocol
+from serving.cache_hints import documents
 from serving.cache_hints.hints import Hints
 from serving.cache_hints.intent import NO_INTENT, READ_HERE, CacheIntent
 from serving.engine.base import Call
@@ -112,7 +113,8 @@ def _intent(
     request: InferenceRequest, prepared: Prepared, tenant: str | None, hints: Hints
 ) -> CacheIntent:
     """Return the hints of a request about its conversation's KV cache, and tell them the client
-    that asks for them. LMI's parameters have their own `session_id`.
+    that asks for them. LMI's parameters have their own `session_id`. The request's documents are
+    put into the order that its client allows.
     """
     if prepared.path in protocol.NOT_GENERATED:
         return NO_INTENT
@@ -120,11 +122,27 @@ def _intent(
     if prepared.fields.session_id:
         keys = msgspec.structs.replace(keys, session_id=prepared.fields.session_id)
     low = request.background or client.record.caller.sheddable
-    intent = hints.of(client.scope["headers"], keys, request.body, tenant, low=low)
+    order = functools.partial(_order, request, prepared)
+    sent = client.scope["headers"]
+    intent = hints.of(sent, keys, request.body, tenant, low=low, order=order)
     answered = client.record.headers
     if header(client.scope, protocol.CACHE) and protocol.CACHE not in dict(answered):
         answered.append((protocol.CACHE, intent.told.encode()))
     return intent
+
+
+def _order(request: InferenceRequest, prepared: Prepared) -> bool:
+    """Put the request's documents into canonical order, which the answer's header names. Lines of a
+    body and of a batch have no headers, so their documents keep the order as sent. Returns whether
+    there is a canonical order.
+    """
+    client = request.client
+    if request.answer is not client.answer or request.background:
+        return False
+    found = documents.order(prepared.path, prepared.body, prepared.size)
+    if found:
+        client.record.headers.append((protocol.DOCUMENT_ORDER, found.encode()))
+    return bool(found)
 
 
 def _require_known(model: str | None, settings: Settings) -> None:

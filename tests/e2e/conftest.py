@@ -145,11 +145,20 @@ def tiny_options() -> dict[str, str]:
     }
 
 
+_OF_DOCUMENTS = "{% for it in documents or () %}<|document|>{{ it['text'] }}</s>{% endfor %}"
+
+
 @pytest.fixture(scope="session")
 def server(tiny_options, tmp_path_factory):
-    """The tiny model, for every test that leaves the server as it was."""
+    """The tiny model, for every test that leaves the server as it was. Its template also takes
+    documents.
+    """
     log = tmp_path_factory.mktemp("server") / "log"
-    options = {**tiny_options, "OPTION_BATCH_FOLDER": str(log.with_name("batches"))}
+    options = {
+        **tiny_options,
+        "OPTION_BATCH_FOLDER": str(log.with_name("batches")),
+        "OPTION_CHAT_TEMPLATE": _OF_DOCUMENTS + tiny.CHAT_TEMPLATE,
+    }
     # In 16 bits, the rest of the batch decides between near ties.
     with serving(log, **options, OPTION_DTYPE="float32") as served:
         served.ready()

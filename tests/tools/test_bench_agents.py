@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tools.bench.agents import __main__ as bench
+from tools.bench.agents import documents
 from tools.bench.agents.sessions import CHUNK, PUBLISHED, Maker, figures, ideal, read, write
 
 
@@ -38,3 +39,26 @@ def test_every_arm_has_a_row(capsys, monkeypatch):
     rows = [it for it in printed.splitlines() if it.startswith(("| 0 | 1 |", "| 2 | 1 |"))]
     assert len(rows) == 2 * len(bench.STRATEGIES) + 2
     assert "hints at 2, 1:" in printed
+
+
+# The order of documents
+
+
+def test_a_cache_has_beginnings_only_and_forgets_ends_first():
+    cache = documents.Cache([1, 2, 4, 8], room=15)
+    assert [cache.computed(it) for it in ([0, 1, 2], [0, 1, 3], [1, 0], [3])] == [7, 8, 3, 8]
+    assert cache.computed([0, 1, 3]) == 8
+    endless = documents.Cache([1, 2, 4, 8], room=None)
+    assert [endless.computed(it) for it in ([0, 1, 2], [0, 1, 3], [0, 1, 2])] == [7, 8, 0]
+
+
+def test_every_scenario_has_a_row_and_together_canonical_computes_each_set_once(capsys):
+    documents.main(60)
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == len(documents.SCENARIOS)
+    together = documents.Scenario(5, 200, kind="together")
+    given, canonical, popular = documents.shares(together, 0, 400)
+    assert canonical == popular < 0.5 * given
+    growing = documents.Scenario(3, 200, kind="more each turn")
+    given, canonical, _ = documents.shares(growing, 0, 400)
+    assert given < canonical

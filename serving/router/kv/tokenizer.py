@@ -20,6 +20,7 @@ import msgspec
 
 from handlers import lmi, payloads
 from lmi_config.facts.model import Checkpoint
+from serving.cache_hints import documents
 from serving.protocol import (
     BILLING,
     CHAT_COMPLETIONS,
@@ -110,6 +111,8 @@ class Tokenizer:
             given = (key for key in payloads.KEYS if request.get(key) is not None)
             key = next(given, None)
             anthropic = key == "messages" and request.get("anthropic_version") is not None
+        if request.get(documents.CONSENT) == documents.CANONICAL:
+            documents.order(MESSAGES if anthropic else CHAT_COMPLETIONS, request, len(body))
         if anthropic:
             return agents.of_messages(request, self._merges, self._least_effort)
         if key == "input":

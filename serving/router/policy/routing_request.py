@@ -6,6 +6,8 @@ and files are forwarded unread. Replicas validate bodies; a body that cannot be 
 forwarded.
 """
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import cast
@@ -13,13 +15,15 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from serving.cache_hints import intent
+from serving.cache_hints import documents, intent
 from serving.cache_hints.intent import NO_INTENT, NONE, CacheIntent, HintKeys
 from serving.protocol import (
     ADAPTER_ID,
     ADAPTER_IN_QUERY,
     BILLING,
+    CHAT_COMPLETIONS,
     COUNT_TOKENS,
+    MESSAGES,
     NOT_GENERATED,
     SESSION_ID,
     TOKENIZER_PATHS,
@@ -46,6 +50,8 @@ _UNCACHED = frozenset(path.encode() for path in NOT_GENERATED)
 """Those, and others whose prompts are in no KV cache afterwards."""
 _BYTES = (b"multipart/", b"image/", b"audio/", b"video/", b"application/octet-stream")
 """Types of files, and of forms with a file, most of all sound: of none a prefix is cached."""
+
+_CONSENT = b'"%b"' % documents.CANONICAL.encode()
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -94,6 +100,7 @@ class _Keys(HintKeys):
     instructions: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
     inputs: msgspec.Raw = _NONE
+    documents: msgspec.Raw = _NONE
 
 
 class _Message(msgspec.Struct):
@@ -160,6 +167,10 @@ class RequestReader:
         given = keys.prompt or keys.inputs or keys.messages or keys.input
         prompt = memoryview(given or body)
         tokens = _tokens(prompt, body, chat=bool(given) and given is keys.messages)
+        path = target.partition(b"?")[0]
+        if bytes(keys.document_order) == _CONSENT and given is keys.messages:
+            prompt = memoryview(_in_order(keys, path.decode("latin-1"), len(body)))
+            tokens += len(bytes(keys.documents)) // BYTES_PER_TOKEN
         tokens += _MEDIA_TOKENS if file else 0
         if system := bytes(keys.system or keys.instructions):
             if _BILL in system:
@@ -169,7 +180,6 @@ class RequestReader:
         if len(adapter := self._adapter(headers, keys, target)) > LONGEST_ADAPTER:
             adapter = ""
         tools = bytes(keys.tools)
-        path = target.partition(b"?")[0]
         links: Sequence[int] = ()
         if self._chained and path not in _UNCACHED:
             # What else decides whether KV caches of equal prompts are one.
@@ -216,6 +226,17 @@ class RequestReader:
         if self._only_named and not own and SESSION_ID not in headers:
             return ""
         return found or (intent.digest(tenant, own) if own else "")
+
+
+def _in_order(keys: _Keys, path: str, size: int) -> bytes:
+    """A chat's documents and messages, in the order that its replica serves. size: the body's."""
+    if size <= documents.LARGEST:
+        read = {"documents": keys.documents, "messages": keys.messages}
+        with contextlib.suppress(*_UNREADABLE):
+            chat = {name: msgspec.json.decode(it) for name, it in read.items() if it}
+            documents.order(MESSAGES if path == MESSAGES else CHAT_COMPLETIONS, chat, size)
+            return json.dumps(chat).encode()
+    return bytes(keys.messages)
 
 
 def _queried(target: bytes) -> str | None:

@@ -36,7 +36,7 @@ _OF_THE_PROMPT = frozenset(
     (
         *("messages", "prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
         *("continue_final_message", "add_special_tokens", "documents", "reasoning_effort"),
-        *("truncate_prompt_tokens", "truncation_side"),
+        *("document_order", "truncate_prompt_tokens", "truncation_side"),
     )
 )
 """Keys that decide about the prompt's tokens, which are known by then."""

@@ -10,7 +10,16 @@ import pytest
 from prometheus_client import REGISTRY
 
 from serving.cache_hints import marks
-from serving.cache_hints.intent import FIELDS, MOST_S, CacheIntent, HintKeys, digest, own_key, read
+from serving.cache_hints.intent import (
+    FIELDS,
+    MOST_S,
+    READ_HERE,
+    CacheIntent,
+    HintKeys,
+    digest,
+    own_key,
+    read,
+)
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES
 from tests import agents
 from tests.fake_engine import whole
@@ -134,6 +143,10 @@ OWN: Hinted = [
     ({}, {"nvext": {"cache_control": {**KEPT, "ttl": "600s"}}}, {"seconds": 600, "marked": 0}),
     # vLLM's proposal
     ({}, {"agent_hint": {"cache_control": {"ttl": 900}}}, {"seconds": 900}),
+    # Ours
+    ({}, {"document_order": "canonical"}, {"any_order": True}),
+    ({}, {"document_order": "given"}, {"any_order": False, "taken": ("document_order",)}),
+    ({}, {"document_order": None}, {"any_order": False, "taken": ()}),
     # The longest counts
     (
         {"X-Session-ID": "s"},
@@ -186,6 +199,9 @@ IGNORED: Hinted = [
     ({}, {"nvext": {"session_control": {"action": "open"}}}, "nvext.session_control"),
     ({}, {"agent_hint": 5}, "agent_hint"),
     ({}, {"agent_hint": {"cache_control": {"ttl": "x"}}}, "agent_hint"),
+    ({}, {"document_order": "cached"}, "document_order"),
+    ({}, {"document_order": True}, "document_order"),
+    ({}, {"document_order": ["canonical"]}, "document_order"),
 ]
 ALL: Any = [(headers, body) for headers, body, _ in (*OWN, *IGNORED)]
 
@@ -304,7 +320,7 @@ async def test_no_hint_changes_an_answer(door, path):
         assert answer.status_code == 200, (headers, body, answer.text)
         assert text(answer) == plain
         (call,) = door.engine.calls
-        assert not {"session_id", "nvext", "agent_hint", "kv_hints"} & call.request.keys()
+        assert READ_HERE.isdisjoint(call.request)
         found = intent(headers, {**PROMPTS[path], **body})
         assert (call.session, call.marked) == (found.session or None, found.marked > 0)
 

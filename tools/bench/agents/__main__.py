@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.bench.agents import documents
 from tools.bench.agents.fleet import REPLICAS, Arm, Fleet, Found
 from tools.bench.agents.sessions import CHUNK, PUBLISHED, Maker, Session, figures, read, write
 
@@ -54,6 +55,9 @@ class Ran(NamedTuple):
 
 def main() -> None:
     options = _options()
+    if options.documents:
+        documents.main()
+        return
     gates: dict[str, bool] = {}
     rows: list[tuple[Arm, bool, Ran]] = []
     for arm, killed in _arms(options.sizes, options.one_shots):
@@ -83,6 +87,7 @@ def _options() -> argparse.Namespace:
     add("--scale", type=int, default=20, help="divides tokens; chunks stay as large")
     add("--sizes", type=float, nargs="+", default=[0.5, 1, 2], help="of caches, in working sets")
     add("--one-shots", type=float, nargs="+", default=[0, 3, 8], help="times the new tokens")
+    add("--documents", action="store_true", help="the order of documents instead")
     add("--traces", type=Path, help="a folder of traces to replay instead")
     add("--write", type=Path, help="also write the generated sessions into this folder")
     return parser.parse_args()

@@ -216,6 +216,22 @@ def test_a_template_of_parts_with_tools_and_options(own):
     assert module.Tokenizer(parted).tokens(CHAT, encoded(body)) == own.encode(text)
 
 
+@pytest.mark.parametrize(("path", "more"), [(CHAT, {}), (MESSAGES, {"max_tokens": 1})])
+def test_documents_have_the_tokens_of_the_order_that_is_served(own, path, more):
+    ordering = copy.deepcopy(own)
+    ordering.chat_template = "{% for it in documents or () %}{{ it.text }}{% endfor %}" + PARTS
+    it = module.Tokenizer(ordering)
+
+    def tokens(texts, consent):
+        parts = [{"type": "text", "text": text, "orderable": True} for text in texts]
+        body = {"messages": [{"role": "user", "content": parts}], **more, **consent}
+        return it.tokens(path, encoded(body | {"documents": [{"text": text} for text in texts]}))
+
+    consent = {"document_order": "canonical"}
+    assert tokens("abc", consent) == tokens("cab", consent)
+    assert tokens("abc", {}) != tokens("cab", {})
+
+
 AGENTS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"

@@ -201,6 +201,34 @@ def test_images_do_not_count_as_text_unless_they_are_text(body, least):
     assert least <= asked(body).tokens < least + 100
 
 
+DOCUMENTS = [{"text": name * 2 * CHUNK} for name in "abc"]
+PARTS = [{"type": "text", "orderable": True, **it} for it in DOCUMENTS]
+
+
+@pytest.mark.parametrize("permuted", [DOCUMENTS[::-1], DOCUMENTS[1:] + DOCUMENTS[:1]])
+def test_documents_in_any_order_have_the_chain_of_the_order_that_is_served(permuted):
+    def found(documents, **consent):
+        return asked({"messages": [TURN], "documents": documents, **consent})
+
+    consent = {"document_order": "canonical"}
+    first, again = found(DOCUMENTS, **consent), found(permuted, **consent)
+    assert again.chain == first.chain
+    assert len(first.chain) >= 3 * 2
+    assert first.tokens - found(DOCUMENTS).tokens >= 3 * 2 * CHUNK // 4
+    assert found(DOCUMENTS).chain == found([]).chain
+
+
+def test_parts_in_any_order_have_the_chain_of_the_order_that_is_served():
+    def found(parts):
+        turn = {"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}
+        return asked({"messages": [turn], "document_order": "canonical"})
+
+    assert found(PARTS).chain == found(PARTS[::-1]).chain
+    for odd in (b"5", b"[" * 900 + b"]" * 900):
+        body = b'{"messages": %b, "document_order": "canonical"}' % odd
+        assert read(JSON, body).adapter == ""
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[" * 100_000, b"\xff\xfe", b'"text"', b"[1]", b"null", b'{"model":"\xff"}'],
