@@ -23,6 +23,8 @@ from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from lmi_config.plan.memory import Budget, GpuBudget
 from lmi_config.plan.refusals import rules as refusals
 from lmi_config.plan.refusals.given import Given
+from lmi_config.plan.weights import loading
+from lmi_config.plan.weights.loading import Loading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Plan:
     the operator's names of the model and its draft. lora_modules: adapters to register. verdict:
     whether tiers are correct for this model. copies: the servers on this machine; empty for a
     single one. memory: of all copies together. gpu: a GPU of any copy. findings: notes for the
-    operator, a sentence each.
+    operator, a sentence each. loading: how vLLM gets the weights.
     """
 
     settings: Settings
@@ -68,6 +70,7 @@ class Plan:
     copies: tuple[Copy, ...]
     findings: tuple[str, ...]
     compile_cache: CompileCache | None = None
+    loading: Loading = loading.THERE
 
     @property
     def hindrance(self) -> str | None:
@@ -227,6 +230,14 @@ def make(
         derived["kv_events_config"] = vllm.kv_events(settings, spread.copies)
     if speculative := speculation.config(settings, draft):
         derived["speculative_config"] = speculative
+    decided = loading.decide(
+        *(settings, spread, model),
+        to_fetch=to_fetch,
+        drafted=draft is not None,
+        fingerprinted=isinstance(tiers, Tiers) or kv_tiers.transfers(settings),
+        coded=handler.there(settings.model_folder, settings.entry_point),
+        pools=vllm.pools(settings, model),
+    )
     options = vllm.options(settings, machine, spread, derived)
     if faults := refusals.faults(Given(settings, options, machine, model, draft, environ)):
         raise SettingsError(faults)
@@ -255,4 +266,5 @@ def make(
             *kv_tiers.transfer_findings(settings, environ),
         ),
         compile_cache=compile_cache,
+        loading=decided,
     )

@@ -180,17 +180,18 @@ def served_path(folder: Path, fingerprint: str) -> Path:
     return link.replace(links / fingerprint)
 
 
-def steady_path(folder: Path) -> Path:
+def steady_path(folder: Path, arriving: Mapping[str, int] = MappingProxyType({})) -> Path:
     """A link to the model's folder with the same path wherever the same model is. vLLM's compile
-    cache has the path in its keys.
+    cache has the path in its keys. arriving: files that are still fetched: name → bytes.
 
     The link is named after the configuration and the files' sizes, which another model may share.
     Returns the folder itself if the link leads to such a model that another server uses, or if
     there can be no link. This process keeps the link's lock until it ends.
     """
     with contextlib.suppress(OSError):
-        names = sorted(_files(Folder(folder)))
-        facts = [(name, (folder / name).stat().st_size) for name in names]
+        files = Folder(folder)
+        files.sizes |= arriving
+        facts = [(name, files.sizes[name]) for name in sorted(_files(files))]
         digest = hashlib.sha256(json.dumps(facts).encode())
         with contextlib.suppress(FileNotFoundError), (folder / "config.json").open("rb") as file:
             digest.update(file.read(LONGEST_JSON))
