@@ -116,7 +116,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "model", format_size(model.weight_bytes), ", ".join(part for part in about if part)
     if plan.loading.reason:
         files = len(plan.loading.arriving)
-        yield "weights", f"{files} files" if files else "", plan.loading.reason
+        amount = f"{files} files" if files else plan.loading.format
+        yield "weights", amount, plan.loading.reason
     if each:
         drafted = " and the draft's" if plan.draft and plan.draft.facts.kv else ""
         layers = f"{model.layers or '?'} layers{drafted}"

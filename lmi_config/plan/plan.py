@@ -8,7 +8,7 @@ from typing import Any
 from lmi_config.facts import handler
 from lmi_config.facts.chat import Chat
 from lmi_config.facts.draft import Draft
-from lmi_config.facts.machine import HELPERS, Machine
+from lmi_config.facts.machine import HELPERS, Machine, Place
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
@@ -136,13 +136,14 @@ def make(
     chat: Chat = _UNKNOWN,
     alone: str = "",
     compile_cache: CompileCache | None = None,
+    place: Place | None = None,
 ) -> Plan:
     """Make the plan.
 
     lmcache_file: the content of OPTION_LMCACHE_CONFIG_FILE. to_fetch: bytes of models that must
     still be downloaded; room: free bytes of that disk. chat: the formats of the model's answers.
     alone: why there can be no router for several copies, if the caller knows a reason, or "".
-    compile_cache: the folder for generated files.
+    compile_cache: the folder for generated files. place: where the weights are.
 
     Raises SettingsError if the settings cannot work here.
     """
@@ -231,13 +232,17 @@ def make(
     if speculative := speculation.config(settings, draft):
         derived["speculative_config"] = speculative
     decided = loading.decide(
-        *(settings, spread, model),
+        *(settings, machine, spread, model),
+        room=gpu.left if gpu else 0,
+        place=place,
         to_fetch=to_fetch,
         drafted=draft is not None,
         fingerprinted=isinstance(tiers, Tiers) or kv_tiers.transfers(settings),
         coded=handler.there(settings.model_folder, settings.entry_point),
         pools=vllm.pools(settings, model),
     )
+    if decided.format:
+        derived["load_format"] = decided.format
     options = vllm.options(settings, machine, spread, derived)
     if faults := refusals.faults(Given(settings, options, machine, model, draft, environ)):
         raise SettingsError(faults)

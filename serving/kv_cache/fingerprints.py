@@ -28,6 +28,7 @@ SCHEMA = 2
 """The version of the tiers' content. Version 1 may have null blocks and prompts of embeddings."""
 
 _AUTO = ("dtype", "kv_cache_dtype", "load_format")  # options whose default in vLLM is "auto"
+_OTHER_LOADERS = ("fastsafetensors", "instanttensor")  # which read the same files
 _OTHER_CONFIG = ("hf_overrides", "hf_config_path", "config_format", "model_class_overrides")
 _LONG_ROPES = ("longrope", "su")
 _BY_LENGTH = ("llama4", "minimax_m2", "cohere_compass", "plamo3")  # prefixes of model types
@@ -82,6 +83,7 @@ def fingerprint(
         if name not in HARMLESS | ELSEWHERE
         and value is not None
         and not (name in _AUTO and value == "auto")
+        and not (name == "load_format" and value in _OTHER_LOADERS)
     }
     if options.get("load_format") == "dummy":
         counted["seed"] = options.get("seed")  # weights are random

@@ -2,13 +2,16 @@
 """How vLLM gets the weights, as the plan decides it."""
 
 import json
+import os
 
 import pytest
 
 from lmi_config.facts.layers import KvLayers
+from lmi_config.facts.machine import Place, place_of
 from lmi_config.facts.model import Folder, Shards, look
 from lmi_config.options.settings import read
 from lmi_config.plan import explain, plan
+from lmi_config.plan.weights import loading as loading_of_plan
 from tests.lmi_config.examples import GIB, PARTS, machine, model
 from tests.lmi_config.facts.test_model import LLAMA_8B, safetensors
 
@@ -127,3 +130,88 @@ def test_weights_beside_those_of_the_index_are_not_fetched_meanwhile(tmp_path, o
     """vLLM reads the headers of all files, or takes the other ones."""
     content = safetensors({"lm_head.weight": ("BF16", [2, 3])})
     assert shards(tmp_path, UNTIED, **{other: content}) is None
+
+
+NVME = Place("ext4")
+BIG = {f"model-{number}-of-4.safetensors": 4 * GIB for number in range(4)}
+
+
+def from_disk(environ=None, gpus=1, place=NVME, gib=16, missing=(), drafted=None, **more):
+    environ = {"OPTION_MODEL_ID": "/models/it", "OPTION_MAX_MODEL_LEN": "8192"} | (environ or {})
+    facts = model(gib, **{"shards": Shards(BIG), **more})
+    here = machine(gpus, missing=missing)
+    made = plan.make(read(environ), here, facts, drafted, environ, PARTS, place=place)
+    return made, made.loading
+
+
+def test_large_files_on_a_local_disk_are_read_in_parallel():
+    made, found = from_disk()
+    assert found.format == made.options["load_format"] == "fastsafetensors"
+    assert ("weights", "fastsafetensors", found.reason) in [*explain.rows(made)]
+    assert "OPTION_LOAD_FORMAT=auto" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more"), [(2, {}), (1, {"gib": 50, "largest_file": 45 * GIB})], ids=["ranks", "tight"]
+)
+def test_a_loader_without_whole_files_on_the_gpu_where_they_have_no_room(gpus, more):
+    made, found = from_disk(gpus=gpus, **more)
+    assert found.format == made.options["load_format"] == "instanttensor"
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"shards": None}, "they are not several safetensors files with an index"),
+        ({"gib": 6}, "they have less than 8 GB"),
+        ({"place": Place("ext4", cached=True)}, "they are in memory already"),
+        ({"place": Place("tmpfs")}, "they are in memory already"),
+        ({"place": Place("nfs4")}, "they are on nfs4"),
+        ({"place": Place("fuse.s3fs")}, "they are on fuse.s3fs"),
+        ({"missing": ("fastsafetensors",)}, "fastsafetensors is not installed"),
+        ({"gpus": 2, "missing": ("instanttensor",)}, "instanttensor is not installed"),
+        (
+            {"gpus": 2, "environ": {"OPTION_PIPELINE_PARALLEL_DEGREE": "2"}},
+            "fastsafetensors has not been tried",
+        ),
+    ],
+)
+def test_vllms_own_loader_where_it_is_better_or_the_only_one(more, why):
+    made, found = from_disk(**more)
+    assert made.options.get("load_format", "auto") == "auto"
+    assert found.reason.startswith(f"vLLM's own loader: {why}"), found.reason
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gpus": 0, "gib": 8.5},
+        {"place": None},
+        {"environ": {"OPTION_LOAD_FORMAT": "auto"}},
+        {"environ": {"OPTION_LOAD_FORMAT": "safetensors"}},
+        {"environ": {"OPTION_SAFETENSORS_LOAD_STRATEGY": "prefetch"}},
+    ],
+)
+def test_the_operator_decides_and_on_cpus_vllm(more):
+    made, found = from_disk(**more)
+    given = (more.get("environ") or {}).get("OPTION_LOAD_FORMAT", "auto")
+    assert made.options.get("load_format", "auto") == given
+    assert (found.format, found.reason) == ("", "")
+
+
+def test_whether_a_file_is_in_memory(tmp_path):
+    mounts = tmp_path / "proc/self/mountinfo"
+    mounts.parent.mkdir(parents=True)
+    mounts.write_text("22 1 8:1 / / rw - ext4 /dev/sda rw\n")
+    file = tmp_path / "weights"
+    if place_of(file).kind not in loading_of_plan.LOCAL:
+        pytest.skip("needs temporary files on a disk")
+    with file.open("wb") as content:
+        content.write(os.urandom(32 * 2**20))
+        content.flush()
+        os.fsync(content)
+        os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert place_of(file, tmp_path) == Place("ext4", cached=False)
+    assert file.read_bytes()
+    assert place_of(file, tmp_path) == Place("ext4", cached=True)
+    assert place_of(tmp_path / "none", tmp_path) == Place("ext4")
