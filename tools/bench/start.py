@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
 import random
 import re
 import shutil
@@ -157,6 +158,7 @@ STEPS = ("fetching", "importing", "loading")
 @contextlib.contextmanager
 def slow_s3(model: Path) -> Iterator[str]:
     """The URL of an S3 that has the model in s3://models/tiny, and takes FETCH_S to send it."""
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it logs each request
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
