@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's default loader, which waits for each file."""
 
+import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 
 from serving.engine.weights import loader
 from serving.sources.arriving import Sign, Unfetched
+from tests.support.models import tiny
 
 TENSORS = {
     f"model-{number}-of-3.safetensors": {f"layer.{number}.{part}": value for part in "ab"}
@@ -130,3 +134,57 @@ def test_vllms_command_line_takes_the_options(contents, sign):
         options["load_format"],
         options["model_loader_extra_config"],
     )
+
+
+REAL = """
+import os, shutil, sys, threading
+from pathlib import Path
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+from vllm.utils.network_utils import get_open_port
+
+from serving.engine.patches.engine_core import plugin
+from serving.engine.weights import loader
+from serving.sources.arriving import Sign
+
+source, folder = map(Path, sys.argv[1:])
+sizes = {file.name: file.stat().st_size for file in sorted(source.glob("*.safetensors"))}
+for file in source.iterdir():
+    if file.name not in sizes:
+        shutil.copy(file, folder)
+
+def arrive():
+    for name in sizes:
+        shutil.copy(source / name, folder / f"{name}.part")
+        (folder / f"{name}.part").rename(folder / name)
+
+plugin.want(os.environ, loader=True)
+options = loader.options(sizes, Sign(folder / "arriving").path)
+config = EngineArgs(str(folder), enforce_eager=True, **options).create_engine_config()
+assert not [*folder.glob("*.safetensors")]
+torch.accelerator.empty_cache = lambda: None  # as vLLM's worker for CPUs does
+with set_current_vllm_config(config):
+    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+    ensure_model_parallel_initialized(1, 1)
+    threading.Timer(1, arrive).start()
+    model = get_model(vllm_config=config)
+print("loaded", type(model).__name__)
+"""
+
+
+def test_vllm_makes_its_configuration_and_a_model_before_the_weights_are_there(tmp_path):
+    """vLLM itself checks that every weight of the model has been loaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", REAL, str(tiny.make_shards()), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "loaded LlamaForCausalLM"
