@@ -199,6 +199,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "_length json.loads",
             "steady_path file.read",
         ],
+        "serving/sources/arriving.py": ["wait content.read"],
         "serving/sources/digests.py": ["_sampled_digest file.read"],
     },
     "Option files": {

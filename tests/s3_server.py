@@ -14,7 +14,7 @@ class Watched:
 
     fetched: the requested objects. listed: the prefixes of its listings. answers: bucket → error
     code and status of all its answers. While `gate` is closed, it serves only the first parts of
-    objects.
+    objects, and of those in `held` only the first bytes.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,7 @@ class Watched:
         self.fetched: list[str] = []
         self.listed: list[str] = []
         self.answers: dict[str, tuple[str, str]] = {}
+        self.held: set[str] = set()
         self.gate = threading.Event()
         self.reset()
 
@@ -38,6 +39,7 @@ class Watched:
         self.fetched.clear()
         self.listed.clear()
         self.answers.clear()
+        self.held.clear()
         self.gate.set()
 
     def __call__(self, environ, start_response):
@@ -49,7 +51,10 @@ class Watched:
         if "list-type" in query:
             self.listed += query.get("prefix", [""])
         if environ["REQUEST_METHOD"] == "GET" and key:
-            if not environ.get("HTTP_RANGE", "bytes=0-").startswith("bytes=0-"):
+            asked = environ.get("HTTP_RANGE", "bytes=0-")
+            if not asked.startswith("bytes=0-"):
                 self.gate.wait(20)
+            elif key in self.held and asked == "bytes=0-":
+                self.gate.wait(200)
             self.fetched.append(key)
         return self.app(environ, start_response)

@@ -24,6 +24,11 @@ class Service(StrEnum):
     )
 
 
+def there(folder: Path | None, entry_point: str | None) -> bool:
+    """Whether a folder has a model.py, or the deployment needs one."""
+    return entry_point == FILE or bool(folder and (folder / FILE).is_file())
+
+
 def look(folder: Path, entry_point: str | None) -> Service | None:
     """Return the program that answers; None if the folder has no model.py, or one that cannot be
     read or is longer than LARGEST.

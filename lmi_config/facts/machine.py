@@ -335,6 +335,43 @@ def is_volume(path: Path, root: Path = Path("/")) -> bool:
     return point != "/" and kind not in ("unknown", "tmpfs", "ramfs")
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of a file. kind: of the file system. cached: whether most of it is in memory."""
+
+    kind: str
+    cached: bool = False
+
+
+SAMPLES = 16
+"""Pages of a file that are looked for in the page cache."""
+
+
+def place_of(file: Path, root: Path = Path("/")) -> Place:
+    """Return the place of a file. Linux may read the SAMPLES from the disk afterwards.
+
+    root: a prefix of /proc, for tests.
+    """
+    kind = _kind(file.absolute(), root)
+    try:
+        with file.open("rb") as content:
+            size = os.fstat(content.fileno()).st_size
+            there = sum(
+                _in_memory(content.fileno(), size * number // SAMPLES) for number in range(SAMPLES)
+            )
+    except OSError:
+        return Place(kind)
+    return Place(kind, cached=there >= SAMPLES / 2)
+
+
+def _in_memory(file: int, at: int) -> bool:
+    """Whether the page cache has the page of a file with the byte `at`."""
+    try:
+        return os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) > 0
+    except OSError:  # it has not, or the file system cannot tell
+        return False
+
+
 def _kind(path: Path, root: Path) -> str:
     """The kind of a folder's file system."""
     return _mount(path, root)[1]

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from lmi_config.facts import kv
+from lmi_config.facts.handler import FILE
 from lmi_config.facts.kv import KvShape
 from lmi_config.facts.layers import UNTOLD, KvLayers, coded
 
@@ -29,9 +30,13 @@ CONFIGS = ("config.json", "params.json")
 
 # In vLLM's order: vLLM loads the files of the first pattern with a match. GGUF needs a plugin. If
 # there is an index, only the files that it names count.
+_SAFE, _INDEX = "*.safetensors", "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
+"""vLLM reads the headers of all files for this name (checkpoint_has_lm_head), unless config.json
+says that the output layer is not tied to the embeddings."""
 _WEIGHTS = (
     ("consolidated*.safetensors", "consolidated.safetensors.index.json"),
-    ("*.safetensors", "model.safetensors.index.json"),
+    (_SAFE, _INDEX),
     ("*.bin", None),
     ("*.pt", None),
     ("*.gguf", None),
@@ -118,7 +123,8 @@ class ModelFacts:
     divides them among the ranks. latent: whether vLLM runs it with latent attention (MLA). heard:
     for models like Whisper, the encoder's tokens for one window of audio. kept: its layers, by the
     state that vLLM keeps of a request. parts: parts of the weights, if safetensors files tell.
-    checks: facts that vLLM checks first.
+    shards: the files of the weights, if there are several with an index. checks: facts that vLLM
+    checks first.
     """
 
     architectures: tuple[str, ...]
@@ -137,6 +143,7 @@ class ModelFacts:
     heard: int | None = None
     kept: KvLayers = UNTOLD
     parts: "WeightParts | None" = None
+    shards: "Shards | None" = None
     checks: Checks = UNCHECKED
 
 
@@ -161,6 +168,17 @@ class Tensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+
+
+class Shards(NamedTuple):
+    """Weights in several safetensors files with an index.
+
+    sizes: name → bytes, in vLLM's order. unsettled: the reason why
+    something else reads the files before vLLM loads them, or "".
+    """
+
+    sizes: Mapping[str, int]
+    unsettled: str = ""
 
 
 class WeightParts(NamedTuple):
@@ -199,15 +217,16 @@ def look(
     """
     config = configuration(checkpoint, overrides)
     files: Mapping[str, int] = {}
-    parts = None
+    parts, shards = None, None
     try:
         files = weight_files(checkpoint)
     except ModelError:
         if weights:
             raise
     else:
-        parts = weight_parts(tensors(checkpoint))
-    found = dataclasses.replace(facts(config, files), parts=parts)
+        there = tensors(checkpoint)
+        parts, shards = weight_parts(there), _shards(checkpoint, config, files, there)
+    found = dataclasses.replace(facts(config, files), parts=parts, shards=shards)
     kept = found.kept
     if SENTENCES in checkpoint.sizes:
         kept = dataclasses.replace(kept, pooled=True)
@@ -222,6 +241,37 @@ def look(
     if mistrals or any(it.startswith("sentence_") for it in _top(checkpoint)):
         checks = checks._replace(longest=None)  # vLLM reads it from another file
     return dataclasses.replace(found, kept=kept, checks=checks)
+
+
+def _shards(
+    checkpoint: Checkpoint,
+    config: "Config",
+    files: Mapping[str, int],
+    there: Mapping[str, Tensor],
+) -> Shards | None:
+    """The files of the weights, if vLLM's default loader finds them by _INDEX. there: the tensors
+    in them.
+    """
+    top = _top(checkpoint)
+    safe = {name for name in top if fnmatchcase(name, _SAFE)}
+    mistrals = any(fnmatchcase(name, _WEIGHTS[0][0]) for name in safe)
+    if len(files) < 2 or _INDEX not in top or files.keys() != safe or mistrals:
+        return None
+    unsettled = ""
+    if FILE in checkpoint.sizes:
+        unsettled = f"its {FILE} may read them"
+    elif _dtype(config) is None:
+        unsettled = "config.json has no dtype, which vLLM then takes from all of them"
+    elif config.top.get("tie_word_embeddings") is not False and any(
+        name.endswith(_HEAD) for name in there
+    ):
+        unsettled = f"vLLM looks for {_HEAD} in them, as config.json does not say that it is untied"
+    return Shards({name: files[name] for name in sorted(files, key=_natural)}, unsettled)
+
+
+def _natural(name: str) -> list[Any]:
+    """vLLM's key for the order of files (_natural_sort_key in weight_utils.py)."""
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def _mistrals_own(checkpoint: Checkpoint) -> KvLayers:

@@ -278,7 +278,8 @@ class Settings:
         untrusted=True,
         default="auto",
         vllm="load_format",
-        help="Load format of the weights; `dummy` makes random weights, for benchmarks.",
+        help="Load format of the weights; with GPUs, the plan decides by default. `dummy` makes "
+        "random weights, for benchmarks.",
     )
     trust_remote_code: bool = _option(
         boolean,

@@ -114,6 +114,10 @@ def rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     each = memory.kv_per_token(settings, model)
     about = [settings.model_id, *model.architectures[:1], model.dtype, model.quantization]
     yield "model", format_size(model.weight_bytes), ", ".join(part for part in about if part)
+    if plan.loading.reason:
+        files = len(plan.loading.arriving)
+        amount = f"{files} files" if files else plan.loading.format
+        yield "weights", amount, plan.loading.reason
     if each:
         drafted = " and the draft's" if plan.draft and plan.draft.facts.kv else ""
         layers = f"{model.layers or '?'} layers{drafted}"

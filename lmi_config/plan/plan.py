@@ -8,7 +8,7 @@ from typing import Any
 from lmi_config.facts import handler
 from lmi_config.facts.chat import Chat
 from lmi_config.facts.draft import Draft
-from lmi_config.facts.machine import HELPERS, Machine
+from lmi_config.facts.machine import HELPERS, Machine, Place
 from lmi_config.facts.model import ModelFacts
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
@@ -23,6 +23,8 @@ from lmi_config.plan.kv_tiers import NoTiers, Tiers
 from lmi_config.plan.memory import Budget, GpuBudget
 from lmi_config.plan.refusals import rules as refusals
 from lmi_config.plan.refusals.given import Given
+from lmi_config.plan.weights import loading
+from lmi_config.plan.weights.loading import Loading
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Plan:
     the operator's names of the model and its draft. lora_modules: adapters to register. verdict:
     whether tiers are correct for this model. copies: the servers on this machine; empty for a
     single one. memory: of all copies together. gpu: a GPU of any copy. findings: notes for the
-    operator, a sentence each.
+    operator, a sentence each. loading: how vLLM gets the weights.
     """
 
     settings: Settings
@@ -68,6 +70,7 @@ class Plan:
     copies: tuple[Copy, ...]
     findings: tuple[str, ...]
     compile_cache: CompileCache | None = None
+    loading: Loading = loading.THERE
 
     @property
     def hindrance(self) -> str | None:
@@ -133,13 +136,14 @@ def make(
     chat: Chat = _UNKNOWN,
     alone: str = "",
     compile_cache: CompileCache | None = None,
+    place: Place | None = None,
 ) -> Plan:
     """Make the plan.
 
     lmcache_file: the content of OPTION_LMCACHE_CONFIG_FILE. to_fetch: bytes of models that must
     still be downloaded; room: free bytes of that disk. chat: the formats of the model's answers.
     alone: why there can be no router for several copies, if the caller knows a reason, or "".
-    compile_cache: the folder for generated files.
+    compile_cache: the folder for generated files. place: where the weights are.
 
     Raises SettingsError if the settings cannot work here.
     """
@@ -227,6 +231,18 @@ def make(
         derived["kv_events_config"] = vllm.kv_events(settings, spread.copies)
     if speculative := speculation.config(settings, draft):
         derived["speculative_config"] = speculative
+    decided = loading.decide(
+        *(settings, machine, spread, model),
+        room=gpu.left if gpu else 0,
+        place=place,
+        to_fetch=to_fetch,
+        drafted=draft is not None,
+        fingerprinted=isinstance(tiers, Tiers) or kv_tiers.transfers(settings),
+        coded=handler.there(settings.model_folder, settings.entry_point),
+        pools=vllm.pools(settings, model),
+    )
+    if decided.format:
+        derived["load_format"] = decided.format
     options = vllm.options(settings, machine, spread, derived)
     if faults := refusals.faults(Given(settings, options, machine, model, draft, environ)):
         raise SettingsError(faults)
@@ -255,4 +271,5 @@ def make(
             *kv_tiers.transfer_findings(settings, environ),
         ),
         compile_cache=compile_cache,
+        loading=decided,
     )

@@ -29,6 +29,7 @@ from serving.engine.canary.comparison import Verification
 from serving.engine.patches.engine_core import plugin
 from serving.engine.versions import moved, table
 from serving.engine.vllm_errors import by_options
+from serving.engine.weights import loader
 from serving.errors import AdapterFailed, AlreadyLoaded, EngineFailed, NotLoaded, ServingError
 from serving.lifecycle import Note, Step
 from serving.protocol import (
@@ -210,7 +211,8 @@ async def start(
     start; vLLM's processes may then still run.
     """
     try:
-        plugin.want(os.environ, adapters="--enable-lora" in arguments)
+        waits = f"--load-format={loader.FORMAT}" in arguments
+        plugin.want(os.environ, adapters="--enable-lora" in arguments, loader=waits)
         args = await in_thread(parse, arguments)
         plugin.require()
         note(Step.LOADING)

@@ -28,6 +28,7 @@ SCHEMA = 2
 """The version of the tiers' content. Version 1 may have null blocks and prompts of embeddings."""
 
 _AUTO = ("dtype", "kv_cache_dtype", "load_format")  # options whose default in vLLM is "auto"
+_OTHER_LOADERS = ("fastsafetensors", "instanttensor")  # which read the same files
 _OTHER_CONFIG = ("hf_overrides", "hf_config_path", "config_format", "model_class_overrides")
 _LONG_ROPES = ("longrope", "su")
 _BY_LENGTH = ("llama4", "minimax_m2", "cohere_compass", "plamo3")  # prefixes of model types
@@ -82,6 +83,7 @@ def fingerprint(
         if name not in HARMLESS | ELSEWHERE
         and value is not None
         and not (name in _AUTO and value == "auto")
+        and not (name == "load_format" and value in _OTHER_LOADERS)
     }
     if options.get("load_format") == "dummy":
         counted["seed"] = options.get("seed")  # weights are random
@@ -180,17 +182,18 @@ def served_path(folder: Path, fingerprint: str) -> Path:
     return link.replace(links / fingerprint)
 
 
-def steady_path(folder: Path) -> Path:
+def steady_path(folder: Path, arriving: Mapping[str, int] = MappingProxyType({})) -> Path:
     """A link to the model's folder with the same path wherever the same model is. vLLM's compile
-    cache has the path in its keys.
+    cache has the path in its keys. arriving: files that are still fetched: name → bytes.
 
     The link is named after the configuration and the files' sizes, which another model may share.
     Returns the folder itself if the link leads to such a model that another server uses, or if
     there can be no link. This process keeps the link's lock until it ends.
     """
     with contextlib.suppress(OSError):
-        names = sorted(_files(Folder(folder)))
-        facts = [(name, (folder / name).stat().st_size) for name in names]
+        files = Folder(folder)
+        files.sizes |= arriving
+        facts = [(name, files.sizes[name]) for name in sorted(_files(files))]
         digest = hashlib.sha256(json.dumps(facts).encode())
         with contextlib.suppress(FileNotFoundError), (folder / "config.json").open("rb") as file:
             digest.update(file.read(LONGEST_JSON))

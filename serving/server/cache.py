@@ -80,7 +80,8 @@ def _transferring(plan: Plan, folder: Path) -> Path:
     must have the same name.
     """
     if not kv_tiers.transfers(plan.settings):
-        return fingerprints.steady_path(folder) if plan.compile_cache else folder
+        arriving = plan.loading.arriving
+        return fingerprints.steady_path(folder, arriving) if plan.compile_cache else folder
     fingerprint = _fingerprint(plan, folder, 0, whole=True, besides=_ENGINES_COMPARE)
     _TRANSFER.labels(fingerprints.store_name({"by": kv_tiers.TRANSFERRING}, fingerprint)).set(1)
     return _named(folder, fingerprint)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmi_config.facts import chat, draft, handler, machine, model
-from lmi_config.facts.machine import Machine
+from lmi_config.facts.machine import Machine, Place
 from lmi_config.facts.model import Checkpoint, Folder, ModelError, ModelFacts
 from lmi_config.options import secure, settings
 from lmi_config.options.declared import Settings, vllm_knows
@@ -88,7 +88,7 @@ def prepare(
         checkpoint = source.checkpoint()
         facts = _facts(options, checkpoint)
         formats = chat.look(checkpoint, facts.model_type, _chat_template(options))
-        to_fetch = _to_fetch(checkpoint, facts)
+        to_fetch, place = _to_fetch(checkpoint, facts), _place(checkpoint)
     draft_source, drafted = None, None
     with _blaming(options, "speculative_draft_model", "OPTION_SPECULATIVE_CONFIG"):
         if draft_id := speculation.draft_id(options):
@@ -107,6 +107,7 @@ def prepare(
         chat=formats,
         alone=_alone(options),
         compile_cache=_compile_cache(options, environ, here),
+        place=place,
     )
     if faults := named_files.faults(made.settings, made.options, made.model, made.lora_modules):
         raise SettingsError(faults)
@@ -190,6 +191,14 @@ def _require_secure(options: Settings) -> None:
 def _to_fetch(checkpoint: Checkpoint, facts: ModelFacts) -> int:
     """Return the bytes of weights that must be fetched."""
     return 0 if isinstance(checkpoint, Folder) else facts.weight_bytes
+
+
+def _place(checkpoint: Checkpoint) -> Place | None:
+    """Return the place of a folder's weights, or None."""
+    sizes = {name: size for name, size in checkpoint.sizes.items() if name.endswith(".safetensors")}
+    if not isinstance(checkpoint, Folder) or not sizes:
+        return None
+    return machine.place_of(Path(checkpoint.where) / max(sizes, key=lambda name: sizes[name]))
 
 
 def _locate(

@@ -34,8 +34,9 @@ from serving.lifecycle import Note, Step
 from serving.lora.adapter_files import AdapterFiles
 from serving.lora.adapter_registry import AdapterRegistry
 from serving.lora.shared_list import ListBucket, ListFolder, ListStore, SharedList
-from serving.server import cache
+from serving.server import cache, fetching
 from serving.server.compile_cache import Kept, prepare_model_infos
+from serving.server.fetching import Fetched
 from serving.server.prepare import Deployment
 from serving.sources.hub import OFFLINE, Hub, offline
 from serving.sources.locate import downloads_folder
@@ -104,11 +105,13 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     shared = deployment.shared
     opening = asyncio.create_task(_open_compile_cache(plan, note))
     if shared:
-        folder, draft = shared.folder, shared.draft
+        fetched, draft = Fetched(shared.folder), shared.draft
     else:
-        folder = await cache.fetch(deployment.model, note)
+        fetched = await fetching.fetch(deployment.model, plan, note)
         draft = await cache.fetch(deployment.draft, note) if deployment.draft else None
-    if not shared and plan.model.weight_bytes < plan.machine.memory_free / 2:
+    folder = fetched.folder
+    small = plan.model.weight_bytes < plan.machine.memory_free / 2
+    if small and not shared and not fetched.options:
         threading.Thread(target=read_ahead, args=(folder,), daemon=True).start()
     compiled = await opening
     # Compilers read these when they are imported.
@@ -134,8 +137,10 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
     if without:
         plan = plan.without_tiers(without)
     _TIERS.labels(*tiers_info(plan)).set(1)
-    options = plan.engine(str(name), str(draft) if draft else None)
-    engine = await vllm.start(arguments(options), note, _verification(plan))
+    options = {**plan.engine(str(name), str(draft) if draft else None), **fetched.options}
+    async with fetched.blamed():
+        engine = await vllm.start(arguments(options), note, _verification(plan))
+    await fetched.whole()
     adapters = await _register_adapters(plan, folder, engine)
     return Runtime(
         engine=engine,

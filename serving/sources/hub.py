@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmi_config.facts.model import CONFIGS, Checkpoint, Folder, ModelError, weight_files
+from serving.sources.arriving import Early
 from serving.sources.model_files import needed, needed_of_remote
 from serving.sources.source import (
     ANSWER_S,
@@ -80,7 +81,7 @@ class Hub:
             return Folder(copy)
         return RemoteCheckpoint(self.repo_id, sizes, functools.partial(self._read, commit))
 
-    def fetch(self, note: Callable[[str], None]) -> Path:
+    def fetch(self, note: Callable[[str], None], early: Early | None = None) -> Path:
         commit, sizes, cached, reason = self._found()
         if cached:
             note(f"using the cached copy of {self.repo_id}: {reason}")
@@ -88,7 +89,7 @@ class Hub:
         copy = self._snapshot(commit)
         missing = _absent(copy, sizes) if copy else sizes
         if not copy or missing:
-            copy = self._download(commit, sizes, sum(missing.values()), note)
+            copy = self._download(commit, sizes, sum(missing.values()), note, early)
             if left := _absent(copy, sizes):
                 raise SourceError(self.repo_id, f"{min(left)} was not fetched", "start again")
         self._name(copy)
@@ -158,7 +159,12 @@ class Hub:
             new.replace(name)
 
     def _download(
-        self, commit: str, sizes: Mapping[str, int], missing: int, note: Callable[[str], None]
+        self,
+        commit: str,
+        sizes: Mapping[str, int],
+        missing: int,
+        note: Callable[[str], None],
+        early: Early | None,
     ) -> Path:
         from huggingface_hub import snapshot_download
 
@@ -167,15 +173,19 @@ class Hub:
             cache.mkdir(parents=True, exist_ok=True)
             require_space(self.repo_id, cache, missing, "HF_HOME")
             progress = Progress(self.repo_id, missing, note)
-            folder = snapshot_download(
+            download = functools.partial(
+                snapshot_download,
                 self.repo_id,
                 revision=commit or self.revision,
                 endpoint=self.endpoint,
                 token=self.token,
                 cache_dir=cache,
-                allow_patterns=[glob.escape(name) for name in sizes],
                 tqdm_class=_bar(progress),
             )
+            if early:
+                first = [glob.escape(name) for name in sizes if name not in early.last]
+                early.begin(Path(download(allow_patterns=first)))
+            folder = download(allow_patterns=[glob.escape(name) for name in sizes])
         progress.end()
         return Path(folder)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from lmi_config.facts.model import Checkpoint, Folder
 from serving import folders
 from serving.sources import hub
+from serving.sources.arriving import Early
 from serving.sources.s3 import S3
 from serving.sources.source import Source, SourceError, free_space
 
@@ -65,7 +66,7 @@ class Local:
     def checkpoint(self) -> Checkpoint:
         return Folder(self.folder)
 
-    def fetch(self, note: Callable[[str], None]) -> Path:
+    def fetch(self, note: Callable[[str], None], early: Early | None = None) -> Path:
         return self.folder
 
     def room(self) -> int:

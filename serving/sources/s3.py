@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from lmi_config.facts.model import Checkpoint, Folder
 from serving import folders
+from serving.sources.arriving import Early
 from serving.sources.model_files import needed_of_remote
 from serving.sources.source import (
     ANSWER_S,
@@ -93,8 +94,8 @@ class S3:
     def checkpoint(self) -> Checkpoint:
         return self.list().checkpoint()
 
-    def fetch(self, note: Callable[[str], None]) -> Path:
-        return self.list().fetch(note)
+    def fetch(self, note: Callable[[str], None], early: Early | None = None) -> Path:
+        return self.list().fetch(note, early)
 
     def list(self) -> "Listing":
         """Return S3's list of objects. Blocks; raises SourceError."""
@@ -192,7 +193,7 @@ class Listing:
         sizes = {name: item.size for name, item in self.objects.items()}
         return RemoteCheckpoint(self.source.uri, sizes, self._head)
 
-    def fetch(self, note: Callable[[str], None]) -> Path:
+    def fetch(self, note: Callable[[str], None], early: Early | None = None) -> Path:
         """See Source."""
         folder, downloads = self.source.folder, self.source.downloads
         try:
@@ -205,7 +206,7 @@ class Listing:
                     size = sum(item.size for item in missing.values())
                     require_space(self.source.uri, folder, size, "SERVING_DOWNLOAD_DIR")
                     self._record_etags()
-                    self._download(missing, note)
+                    self._download(missing, note, early)
         except OSError as error:
             reason = f"{folder} cannot be written ({error.strerror})"
             fix = "set SERVING_DOWNLOAD_DIR to a folder that can be written and has room"
@@ -253,7 +254,9 @@ class Listing:
         new.write_text(json.dumps({name: item.etag for name, item in self.objects.items()}))
         new.replace(self._etags)
 
-    def _download(self, objects: Mapping[str, _Object], note: Callable[[str], None]) -> None:
+    def _download(
+        self, objects: Mapping[str, _Object], note: Callable[[str], None], early: Early | None
+    ) -> None:
         from s3transfer.futures import TransferFuture
         from s3transfer.manager import TransferConfig, TransferManager
         from s3transfer.subscribers import BaseSubscriber
@@ -281,22 +284,33 @@ class Listing:
         # Each file is written under a random name, and renamed when all its parts are there. S3
         # only sends a part if the object still has its listed ETag. Below the threshold there would
         # be no such check, so the threshold is 1 byte.
+        # One thread submits the parts, so that files arrive one after the other.
         config = TransferConfig(
-            multipart_threshold=1, multipart_chunksize=PART, max_request_concurrency=CONNECTIONS
+            multipart_threshold=1,
+            multipart_chunksize=PART,
+            max_request_concurrency=CONNECTIONS,
+            max_submission_concurrency=1,
         )
+        last = [name for name in early.last if name in objects] if early else []
         client = open_client(uri, self._session, TRANSFER_S, attempts=8)
         with faults(uri), TransferManager(client, config) as manager:
-            transfers = []
-            for name, item in objects.items():
-                file = folder / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                transfers.append(
-                    manager.download(
-                        self.source.bucket, item.key, str(file), subscribers=[Transfer(item, file)]
+
+            def arrive(names: Iterable[str]) -> None:
+                transfers = []
+                for name in names:
+                    item, file = objects[name], folder / name
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    told = [Transfer(item, file)]
+                    transfers.append(
+                        manager.download(self.source.bucket, item.key, str(file), subscribers=told)
                     )
-                )
-            for transfer in transfers:
-                transfer.result()
+                for transfer in transfers:
+                    transfer.result()
+
+            arrive(name for name in objects if name not in last)
+            if early:
+                early.begin(folder)
+            arrive(last)
         for name, item in objects.items():
             if not item.is_in(folder / name):
                 raise SourceError(uri, f"{name} came incomplete", "start again")

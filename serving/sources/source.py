@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from lmi_config.facts.model import Checkpoint
 from serving.observability import logs
+from serving.sources.arriving import Early
 
 T = TypeVar("T")
 
@@ -50,8 +51,10 @@ class Source(Protocol):
     def checkpoint(self) -> Checkpoint:
         """Return the facts about the model, without its weights; takes seconds at most."""
 
-    def fetch(self, note: Callable[[str], None]) -> Path:
-        """Return a local folder with all needed files. note: called with the progress, as texts."""
+    def fetch(self, note: Callable[[str], None], early: Early | None = None) -> Path:
+        """Return a local folder with all needed files. note: called with the progress, as texts.
+        early: a use that begins before. Without a missing file it does not begin.
+        """
 
     def room(self) -> int:
         """Return the free bytes of the disk that fetch() writes to."""

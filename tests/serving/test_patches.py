@@ -209,7 +209,7 @@ for case in sys.argv[1:]:
         continue
     if case == "whole":
         os.environ["VLLM_PLUGINS"] = "lora_filesystem_resolver"
-    plugin.want(os.environ, adapters=case != "no-adapters")
+    plugin.want(os.environ, adapters=case not in ("no-adapters", "loader"), loader=case == "loader")
     if case == "renamed":
         del WorkerLoRAManager._load_adapter
     if case == "changed":
@@ -217,6 +217,12 @@ for case in sys.argv[1:]:
     load_general_plugins()
     plugin.require()
     print(hasattr(getattr(WorkerLoRAManager, "_load_adapter", None), "_slipway_replaces"))
+    if case == "loader":
+        from vllm.config.load import LoadConfig
+        from vllm.model_executor.model_loader import get_model_loader
+        extra = {"arriving": {"files": {}, "sign": ""}}
+        config = LoadConfig(load_format="slipway", model_loader_extra_config=extra)
+        print(type(get_model_loader(config)).__name__)
     break
 """
 
@@ -226,7 +232,7 @@ def loaded() -> dict[str, tuple[int, str]]:
     """The exit code and the output of an engine's process in each case. All are forked from one
     process, since importing vLLM takes most of the time.
     """
-    cases = ("whole", "no-adapters", "renamed", "changed")
+    cases = ("whole", "no-adapters", "loader", "renamed", "changed")
     done = python(LOADED, *cases)
     found, rest = {}, done.stdout
     for case in cases:
@@ -258,6 +264,11 @@ def test_vllm_loads_what_adapters_need_whatever_plugins_it_may_load(loaded):
 def test_without_adapters_vllm_is_left_as_it_is(loaded):
     code, output = loaded["no-adapters"]
     assert (code, output.split()[-1]) == (0, "False"), output
+
+
+def test_vllm_has_the_loader_that_waits_for_files(loaded):
+    code, output = loaded["loader"]
+    assert (code, output.split()[-2:]) == (0, ["False", "WaitingLoader"]), output
 
 
 @pytest.mark.parametrize(

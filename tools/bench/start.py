@@ -14,10 +14,19 @@ starts Slipway once more with the model at another path. The output has, for eac
 of starts, the median and the quartiles: seconds until the first answer, and the seconds that vLLM
 reports for its engine (its log line `init engine`). Files of models and libraries are in the page
 cache.
+
+Lane `model`: starts whose model comes from S3, a stand-in on this machine behind a link with
+FETCH_S seconds for the whole model. Each round starts Slipway three times: with all files fetched
+first, with weights that vLLM loads while others are fetched, and with the files on the disk. The
+output has the medians and quartiles of the steps STEPS, and the bound: the longer of fetch and
+load, and one file.
 """
 
 import argparse
+import contextlib
 import functools
+import json
+import logging
 import random
 import re
 import shutil
@@ -25,12 +34,15 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import boto3
 import httpx
+from moto.server import ThreadedMotoServer
 
 from tests.support.harness.process import SERVE, Program
+from tests.support.harness.slow_link import slow_link
 from tests.support.harness.stats import spread
 from tests.support.models import tiny
 from tools.bench.overhead import plain_vllm, planned
@@ -134,7 +146,87 @@ def _slipway(model: Path, environ: dict[str, str], log: Path) -> Program:
     return Program(*SERVE, environ={**environ, "OPTION_MODEL_ID": str(model)}, log=log)
 
 
-LANES = {"ready": ready, "boot": boot}
+FETCH_S = 30.0
+_AWS = {
+    "AWS_ACCESS_KEY_ID": "id",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+STEPS = ("fetching", "importing", "loading")
+
+
+@contextlib.contextmanager
+def slow_s3(model: Path) -> Iterator[str]:
+    """The URL of an S3 that has the model in s3://models/tiny, and takes FETCH_S to send it."""
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it logs each request
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        region_name=_AWS["AWS_DEFAULT_REGION"],
+        aws_access_key_id=_AWS["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=_AWS["AWS_SECRET_ACCESS_KEY"],
+    )
+    client.create_bucket(Bucket="models")
+    for file in model.iterdir():
+        client.upload_file(str(file), "models", f"tiny/{file.name}")
+    size = sum(file.stat().st_size for file in model.iterdir())
+    try:
+        with slow_link(port, size / FETCH_S) as slow:
+            yield f"http://127.0.0.1:{slow}"
+    finally:
+        server.stop()
+
+
+def steps(log: Path) -> dict[str, float]:
+    """Step → seconds, by the log line `ready`."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    (found,) = [line["steps"] for line in lines if line["message"] == "ready"]
+    return {name: found.get(name, 0.0) for name in STEPS}
+
+
+FIRST = "fetched first"
+MEANWHILE = "fetched meanwhile"
+THERE = "on the disk"
+
+
+def model_delivery(rounds: int, folder: Path) -> None:
+    """Print the lane `model`."""
+    model = tiny.make_shards()
+    files = len([*model.glob("*.safetensors")])
+    log = folder / "log"
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with slow_s3(model) as url:
+        asked = {**ASKED, **_AWS, "AWS_ENDPOINT_URL": url, "OPTION_MODEL_ID": "s3://models/tiny"}
+        for number in range(rounds):
+            for state, place, more in (
+                (FIRST, "first", {"OPTION_LOAD_FORMAT": "safetensors"}),
+                (MEANWHILE, "meanwhile", {}),
+                (THERE, "meanwhile", {}),
+            ):
+                downloads = {"SERVING_DOWNLOAD_DIR": str(folder / f"{place}-{number}")}
+                took = started(Program(*SERVE, environ={**asked, **downloads, **more}, log=log))
+                found[state].append(steps(log) | {"first answer": took})
+                print(f"{state}: {found[state][-1]}", flush=True)
+    spans = {
+        state: [sum(it[name] for name in STEPS) for it in each] for state, each in found.items()
+    }
+    for state, each in spans.items():
+        answers = spread([it["first answer"] for it in found[state]], ".1f")
+        print(f"{state:20} n {len(each)}  {' + '.join(STEPS)} {spread(each, '.1f')} ", end="")
+        print(f" first answer {answers}")
+    fetch = statistics.median(it["fetching"] for it in found[FIRST])
+    load = statistics.median(spans[THERE])
+    bound = max(fetch, load) + fetch / files
+    print(
+        f"{MEANWHILE}: {statistics.median(spans[MEANWHILE]):.1f} s; fetch {fetch:.1f}, load "
+        f"{load:.1f}; the longer one and one of {files} files: {bound:.1f} s"
+    )
+
+
+LANES = {"ready": ready, "boot": boot, "model": model_delivery}
 
 
 def main() -> None:

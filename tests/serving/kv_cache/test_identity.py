@@ -69,6 +69,7 @@ def test_what_is_vllms_default_anyway_makes_no_other_model(tmp_path):
     folder = model(tmp_path / "a")
     same: tuple[dict[str, Any], ...]
     same = {}, {"dtype": "auto"}, {"kv_cache_dtype": "auto"}, {"dtype": None}
+    same = *same, {"load_format": "auto"}, {"load_format": "fastsafetensors"}
     assert len({fingerprint(folder, it, CHUNK) for it in same}) == 1
 
 

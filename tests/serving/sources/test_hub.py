@@ -9,6 +9,7 @@ import pytest
 
 from serving.sources import hub as sources_hub
 from serving.sources import source
+from serving.sources.arriving import Early
 from serving.sources.locate import locate
 from serving.sources.source import SourceError
 from tests.hub_server import Repo, serving_fake
@@ -55,6 +56,18 @@ def fetched(environ, **more):
     notes: list[str] = []
     folder = locate("org/tiny", environ, **more).fetch(notes.append)
     return contents(folder), notes
+
+
+def test_a_use_begins_before_the_weights_are_there(hub, environ):
+    shards = dict.fromkeys(("model-1.safetensors", "model-2.safetensors"), WEIGHTS)
+    hub.repos = {"org/tiny": Repo(MODEL | shards)}
+    seen = []
+    early = Early([*shards], lambda folder: seen.append({*contents(folder)}))
+    folder = locate("org/tiny", environ).listed().fetch(ignore, early)
+    assert seen == [{*MODEL}]
+    assert contents(folder) == MODEL | shards
+    locate("org/tiny", environ).fetch(ignore, early)
+    assert len(seen) == 1, "nothing had to be fetched"
 
 
 def test_a_model_comes_from_the_hub_once(hub, environ, tmp_path):

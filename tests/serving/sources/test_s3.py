@@ -16,6 +16,7 @@ import pytest
 
 from lmi_config.facts.model import Folder
 from serving.sources import s3, source
+from serving.sources.arriving import Early
 from serving.sources.locate import locate
 from serving.sources.source import SourceError
 from tests.s3_server import Watched
@@ -192,6 +193,59 @@ def test_two_that_want_the_same_fetch_it_once(bucket, monkeypatch):
     second.join()
     assert len(notes["second"]) == 1
     assert bucket.fetch() == (MODEL, set(), [])
+
+
+SHARDS = [f"model-{number}-of-11.safetensors" for number in (1, 2, 10, 11)]
+
+
+class Begun:
+    """An early use, which sees the files that are there."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[str]] = []
+
+    def __call__(self, folder):
+        self.seen.append({*contents(folder)})
+
+
+def test_a_use_begins_before_the_weights_are_there(bucket, monkeypatch):
+    monkeypatch.setattr(s3, "PART", 64 * 1024)
+    monkeypatch.setattr(s3, "CONNECTIONS", 1)
+    bucket.put(dict.fromkeys(SHARDS, WEIGHTS))
+    bucket.server.fetched.clear()
+    begun = Begun()
+    folder = bucket.locate().fetch(ignore, Early(SHARDS, begun))
+    assert begun.seen == [{*MODEL}]
+    assert contents(folder) == MODEL | dict.fromkeys(SHARDS, WEIGHTS)
+    asked = [it.removeprefix("models/tiny/") for it in bucket.server.fetched]
+    assert [it for it in dict.fromkeys(asked) if it in SHARDS] == SHARDS
+    (folder / SHARDS[2]).unlink()
+    again = Begun()
+    bucket.locate().fetch(ignore, Early(SHARDS, again))
+    assert again.seen == [{*MODEL, *SHARDS} - {SHARDS[2]}]
+    bucket.locate().fetch(ignore, Early(SHARDS, again))
+    assert len(again.seen) == 1, "nothing had to be fetched"
+
+
+def test_old_weights_are_gone_before_an_early_use(bucket):
+    bucket.put(dict.fromkeys(SHARDS, WEIGHTS))
+    bucket.locate().fetch(ignore)
+    time.sleep(1.01)  # S3 has times in whole seconds
+    bucket.put({SHARDS[1]: WEIGHTS[::-1]})
+    begun = Begun()
+    bucket.locate().fetch(ignore, Early(SHARDS, begun))
+    assert begun.seen == [{*MODEL, *SHARDS} - {SHARDS[1]}]
+
+
+def test_a_fetch_that_fails_after_an_early_use_is_told(bucket, monkeypatch):
+    monkeypatch.setattr(s3, "PART", 64 * 1024)
+    bucket.put(dict.fromkeys(SHARDS, WEIGHTS))
+
+    def replace(folder):
+        bucket.put({SHARDS[3]: WEIGHTS[::-1]})
+
+    with pytest.raises(SourceError, match="an object changed while it was fetched"):
+        bucket.locate().listed().fetch(ignore, Early(SHARDS, replace))
 
 
 def test_an_object_that_changes_meanwhile_is_not_mixed_with_the_new_one(bucket, monkeypatch):

@@ -17,6 +17,7 @@ VOCABULARY = 4096
 POSITIONS = 8192
 LONG_NAME = "tiny-llama-long-1"
 LONG_POSITIONS = 16_384
+SHARDS_NAME = "tiny-llama-shards-1"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -30,8 +31,9 @@ def write(
     heads: int = 4,
     kv_heads: int = 2,
     positions: int = POSITIONS,
+    file: str = "1GB",
 ) -> None:
-    """heads: the number of heads; each has 64 of the hidden size."""
+    """heads: the number of heads; each has 64 of the hidden size. file: most of a file's bytes."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -64,7 +66,7 @@ def write(
         bos_token_id=0,
         eos_token_id=1,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size=file)
 
 
 def make() -> Path:
@@ -77,6 +79,12 @@ def make_long() -> Path:
     """
     made = partial(write, layers=1, heads=2, kv_heads=2, positions=LONG_POSITIONS)
     return kept(cache() / LONG_NAME, made)
+
+
+def make_shards() -> Path:
+    """A model of 46 MB in several files with an index."""
+    made = partial(write, layers=8, heads=8, kv_heads=4, file="8MB")
+    return kept(cache() / SHARDS_NAME, made)
 
 
 if __name__ == "__main__":
