@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from prometheus_client import REGISTRY
@@ -118,7 +119,8 @@ def tiers(tiny_options, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def options_of_first(tiers, valkey):
-    return tiers("first", **SHARED, OPTION_KV_L2_URL=f"redis://127.0.0.1:{valkey.port}")
+    url = f"redis://127.0.0.1:{valkey.port}"
+    return tiers("first", **SHARED, OPTION_KV_L2_URL=url, OPTION_MAX_ROLLING_BATCH_SIZE="8")
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +165,55 @@ def test_operators_see_the_tiers(first):
     assert first.metric("slipway_kv_cache_server_up") == 1
     assert first.metric('slipway_kv_tier_capacity_bytes{tier="l1"}') == 1 << 29
     until(lambda: first.metric("vllm:external_prefix_cache_hits_total") > 0)
+
+
+def clear_memory(served):
+    """Clear the memory tier, as evictions do one by one. The stores stay."""
+    (port,) = (it for it in lmcache(served).cmdline() if it.startswith("--http-port="))
+    url = f"http://127.0.0.1:{port.partition('=')[2]}/cache/clear"
+    httpx.post(url, json={"tier": "l1"}, timeout=60).raise_for_status()
+
+
+def test_a_conversation_is_read_into_memory_before_its_turn(first, options_of_first):
+    headers, own = {"x-tenant": "reader", "x-session-id": "my own"}, "/kv_sessions/my%20own"
+    known = files(disk(options_of_first))
+    text, _ = ask(first, prompt("ahead"), headers)
+    until(lambda: len(files(disk(options_of_first)) - known) >= HIT // CHUNK)
+    until(lambda: ask(first, prompt("ahead"), headers)[1] == HIT)
+    until(lambda: first.client.get(own, headers=headers).status_code == 200)
+    assert first.client.get(own, headers=headers).json()["tokens"] == HIT
+    other = {"x-tenant": "other"}
+    assert first.client.get(own, headers=other).status_code == 404
+    assert first.client.post(f"{own}/prefetch", headers=other).json() == {"tokens": 0}
+
+    clear_memory(first)
+    answer = first.client.post(f"{own}/prefetch", headers=headers)
+    assert (answer.status_code, answer.json()) == (202, {"tokens": HIT})
+    until(lambda: metric(first, "slipway_kv_prefetched_chunks_total") == HIT // CHUNK)
+    until(lambda: metric(first, 'slipway_kv_prefetches_total{end="done"}') == 1)
+    loads = first.total("slipway_kv_chunks_loaded_total")
+    assert ask(first, prompt("ahead"), headers) == (text, HIT)
+    time.sleep(5)  # the server reads the cache server's series every 2 s
+    assert first.total("slipway_kv_chunks_loaded_total") == loads
+
+    assert first.client.delete(own, headers=headers).json() == {"tokens": HIT}
+    assert first.client.get(own, headers=headers).status_code == 404
+
+
+def test_a_turn_that_waits_is_read_into_memory(first):
+    headers = {"x-session-id": "waits"}
+    ask(first, prompt("waiting"), headers)
+    until(lambda: ask(first, prompt("waiting"), headers)[1] == HIT)
+    before = first.total("slipway_kv_prefetches_total")
+    clear_memory(first)
+    with ThreadPoolExecutor(40) as pool:
+        with first.held():
+            asked = [pool.submit(ask, first, f"{number}") for number in range(36)]
+            asked += [pool.submit(ask, first, prompt("waiting"), headers) for _ in range(4)]
+            until(lambda: first.total("slipway_kv_prefetches_total") > before)
+        for it in asked:
+            it.result()
+    until(lambda: ask(first, prompt("waiting"), headers)[1] == HIT)
 
 
 def test_a_cache_server_that_is_killed_is_started_again(first):
