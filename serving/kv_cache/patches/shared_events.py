@@ -92,10 +92,10 @@ def _packed(append: Any) -> Any:
     return appended
 
 
-def _unpacked(read: Any) -> Any:
-    @functools.wraps(read)
+def _unpacked(batch_of: Any) -> Any:
+    @functools.wraps(batch_of)
     def events(self: Any, model_name: str, cursor: int, max_events: int) -> Any:
-        batch = read(self, model_name, cursor, max_events)
+        batch = batch_of(self, model_name, cursor, max_events)
         batch.events = [
             dataclasses.replace(it, token_ids=list(it.token_ids)) for it in batch.events
         ]
