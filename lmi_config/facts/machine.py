@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import random
 import re
 import socket
 import stat
@@ -423,9 +424,15 @@ def safe_ports(environ: Mapping[str, str]) -> range | None:
     return range(int(low), int(high) + 1) if low.isdigit() and high.isdigit() else None
 
 
+QUIET_PORTS = range(10_000, 15_000)
+"""Ports far below those of outgoing connections (ip_local_port_range in ip(7)): such a connection
+could take a port before its program binds it.
+"""
+
+
 def free_ports(environ: Mapping[str, str], count: int) -> tuple[int, ...]:
     """Free ports on the loopback interface, in SageMaker's safe range if it is set."""
-    wanted = safe_ports(environ) or [0] * count
+    wanted = safe_ports(environ) or random.sample(QUIET_PORTS, 1000)
     found: list[int] = []
     with contextlib.ExitStack() as held:
         for port in wanted:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 
-from lmi_config.facts.machine import look
+from lmi_config.facts.machine import HELPERS, look
 
 GIB = 1024**3
 
@@ -187,6 +188,14 @@ def test_o_direct_is_tried():
     # Kernels refuse it at different steps; if it can be opened, it works.
     refuses = look({}, "/proc").disk
     assert not refuses.direct
+
+
+def test_ports_are_none_that_an_outgoing_connection_may_take():
+    """A cache server once found its port taken, and the server ran without tiers."""
+    range_ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    found = look({}).ports
+    assert len(found) == len(set(found)) == HELPERS
+    assert max(found) < int(range_.split()[0])
 
 
 @pytest.mark.parametrize(
