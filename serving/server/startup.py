@@ -111,7 +111,9 @@ async def start(deployment: Deployment, note: Note) -> Runtime:
         draft = await cache.fetch(deployment.draft, note) if deployment.draft else None
     folder = fetched.folder
     small = plan.model.weight_bytes < plan.machine.memory_free / 2
-    if small and not shared and not fetched.options:
+    # Other loaders than vLLM's own read past the page cache.
+    own = not (fetched.options or plan.loading.format)
+    if small and own and not shared:
         threading.Thread(target=read_ahead, args=(folder,), daemon=True).start()
     compiled = await opening
     # Compilers read these when they are imported.
