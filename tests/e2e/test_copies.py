@@ -20,7 +20,7 @@ from tests.support.models import tiny_lora
 PATHS = yaml.safe_load((ROOT / "docs/reference/openapi.yaml").read_text())["paths"]
 METHODS = ("get", "post", "put", "delete")
 HAS_NOT = ("adapters", "kv_sessions")
-"""Paths for what the session's server does not have."""
+"""The session's server has neither adapters nor tiers."""
 EACH = [
     (path, method)
     for path in PATHS
