@@ -231,16 +231,21 @@ def make(
         derived["kv_events_config"] = vllm.kv_events(settings, spread.copies)
     if speculative := speculation.config(settings, draft):
         derived["speculative_config"] = speculative
-    decided = loading.decide(
-        *(settings, machine, spread, model),
-        room=gpu.left if gpu else 0,
-        place=place,
-        to_fetch=to_fetch,
-        drafted=draft is not None,
-        fingerprinted=isinstance(tiers, Tiers) or kv_tiers.transfers(settings),
-        coded=handler.there(settings.model_folder, settings.entry_point),
-        pools=vllm.pools(settings, model),
-    )
+    if to_fetch:
+        decided = loading.while_fetched(
+            *(settings, spread, model),
+            drafted=draft is not None,
+            fingerprinted=isinstance(tiers, Tiers) or kv_tiers.transfers(settings),
+            coded=handler.there(settings.model_folder, settings.entry_point),
+            pools=vllm.pools(settings, model),
+        )
+    else:
+        decided = loading.from_disk(
+            *(settings, machine, spread, model),
+            room=gpu.left if gpu else 0,
+            place=place,
+            drafted=draft is not None,
+        )
     if decided.format:
         derived["load_format"] = decided.format
     options = vllm.options(settings, machine, spread, derived)

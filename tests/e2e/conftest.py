@@ -150,7 +150,7 @@ _OF_DOCUMENTS = "{% for it in documents or () %}<|document|>{{ it['text'] }}</s>
 
 @pytest.fixture(scope="session")
 def server(tiny_options, tmp_path_factory):
-    """The tiny model, for every test that leaves the server as it was. Its template also takes
+    """A server of the tiny model, for tests that do not change it. Its chat template uses
     documents.
     """
     log = tmp_path_factory.mktemp("server") / "log"

@@ -36,30 +36,23 @@ IN_MEMORY = ("tmpfs", "ramfs")
 LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs")
 
 
-def decide(
+def while_fetched(
     settings: Settings,
-    machine: Machine,
     spread: Parallelism,
     model: ModelFacts,
     *,
-    room: int,
-    place: Place | None,
-    to_fetch: int,
     drafted: bool,
     fingerprinted: bool,
     coded: bool,
     pools: bool,
 ) -> Loading:
-    """Decide the loading. A fetch overlaps with the start only if vLLM's loader alone reads the
-    weights, and if it reads them file by file.
+    """Decide the loading of weights that are not all here yet. The fetch overlaps with the start
+    only if vLLM's loader alone reads the weights, and if it reads them file by file.
 
-    room: bytes of a GPU beside the weights. place: of weights on the disk; None if unknown.
-    to_fetch: bytes of weights that are not here yet. drafted: whether there is a draft.
-    fingerprinted: whether the KV caches need the digest of all weights. coded: whether there is a
-    model.py. pools: whether the model answers with embeddings or scores.
+    drafted: whether there is a draft. fingerprinted: whether the KV caches need the digest of all
+    weights. coded: whether there is a model.py. pools: whether the model answers with embeddings or
+    scores.
     """
-    if not to_fetch:
-        return _from_disk(settings, machine, spread, model, room, place, drafted)
     shards = model.shards
     given = next((name for name in _READ_BY_OPTIONS if name in settings.engine), "")
     several = spread.copies > 1 or spread.servers > 1 or spread.machines > 1
@@ -83,16 +76,18 @@ def decide(
     return Loading(arriving=shards.sizes, reason=reason)
 
 
-def _from_disk(
+def from_disk(
     settings: Settings,
     machine: Machine,
     spread: Parallelism,
     model: ModelFacts,
+    *,
     room: int,
     place: Place | None,
     drafted: bool,
 ) -> Loading:
-    """Decide the loader of files on the disk. For the arguments, see decide().
+    """Decide the loader of files on the disk. room: bytes of a GPU beside the weights. place: of
+    the weights; None if unknown. drafted: whether there is a draft.
 
     The others read large files of a local disk faster, according to their authors. They read past
     the page cache, and files in it are faster still. fastsafetensors has a whole file on the GPU,

@@ -135,13 +135,19 @@ def test_a_conversation_is_read_into_memory(reading, monkeypatch):
     assert (deleted, locked) == (CHUNKS, 0)
 
 
-def test_it_yields_to_the_loads_of_requests(reading):
-    reading.keep(KEYS)
-    reading.loads = True
+def held_back(reading):
+    """The thread of a read that has loaded nothing yet."""
     thread = threading.Thread(target=reading.read)
     thread.start()
     thread.join(0.3)
     assert not reading.in_memory(KEYS)
+    return thread
+
+
+def test_it_yields_to_the_loads_of_requests(reading):
+    reading.keep(KEYS)
+    reading.loads = True
+    thread = held_back(reading)
     reading.loads = False
     thread.join(20)
     assert reading.ends() == {"done": 1}
@@ -157,10 +163,7 @@ def test_it_begins_nothing_late(reading):
 def test_it_leaves_room_for_stores(reading, monkeypatch):
     reading.keep(KEYS)
     monkeypatch.setattr(read_ahead, "ROOM", 0.0)
-    thread = threading.Thread(target=reading.read)
-    thread.start()
-    thread.join(0.3)
-    assert not reading.in_memory(KEYS)
+    thread = held_back(reading)
     reading.now = SOON
     thread.join(20)
     assert reading.ends() == {"late": 1}
