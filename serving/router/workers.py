@@ -32,6 +32,8 @@ small: that costs the next bodies 15 ms together.
 """
 LARGE = 1024 * 1024
 """Bytes of a block that goes back to the kernel when it is freed. Few bodies are this large."""
+TLS_BUFFER = 256 * 1024
+"""The same with TLS: bytes of uvloop's buffer for each connection, which is hardly ever full."""
 RESTART_S = 1.0
 """Before a process that has died is started again."""
 QUICK_S = 10.0
@@ -52,7 +54,7 @@ def route(
     copies or models, if it has any; several models need one process.
     """
     raise_open_files()  # a request takes two
-    keep_freed_memory(FREED, LARGE)
+    keep_freed_memory(FREED, TLS_BUFFER if settings.tls_cert_file else LARGE)
     try:
         listener = listener or bound(settings.host, settings.port, shared=True)
     except CannotListen as error:

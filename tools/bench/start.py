@@ -20,6 +20,15 @@ FETCH_S seconds for the whole model. Each round starts Slipway three times: with
 first, with weights that vLLM loads while others are fetched, and with the files on the disk. The
 output has the medians and quartiles of the steps STEPS, and the bound: the longer of fetch and
 load, and one file.
+
+Lane `delivery`: how much of the installed files a start reads. Each round empties the page cache,
+which needs root, and starts Slipway. The output has the size of Python's environment, which is
+most of the image, and the bytes that the server's processes had read from disks at the first
+answer.
+
+Lane `reconfiguration`: a copy of the model is replaced under load. Each round kills the engine of
+one of two copies while CLIENTS clients send completions. The output has the seconds until both
+copies serve again, the rate meanwhile ÷ the rate before, and how many requests failed.
 """
 
 import argparse
@@ -27,23 +36,28 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import random
 import re
 import shutil
 import statistics
+import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import boto3
 import httpx
 from moto.server import ThreadedMotoServer
 
-from tests.support.harness.process import SERVE, Program
+from tests.support.harness.process import SERVE, START_S, Program
 from tests.support.harness.slow_link import slow_link
 from tests.support.harness.stats import spread
+from tests.support.harness.wait import until
 from tests.support.models import tiny
 from tools.bench.overhead import plain_vllm, planned
 
@@ -53,14 +67,19 @@ BODY = {"prompt": "The import statement is", "max_tokens": 8, "logprobs": 0}
 RESAMPLES = 10_000
 
 
-def started(program: Program) -> float:
-    """Seconds from the start of the process to its first answer."""
+def started(program: Program, read: list[int] | None = None) -> float:
+    """Seconds from the start of the process to its first answer. read: gets the bytes that each of
+    its processes has read from disks by then.
+    """
     began = time.monotonic()
     with program:
         program.ready()
         answer = httpx.post(f"{program.url}/v1/completions", json=BODY, timeout=60)
         took = time.monotonic() - began
         answer.raise_for_status()
+        if read is not None:
+            processes = [program.own, *program.children()]
+            read.extend(it.io_counters().read_bytes for it in processes)
         return took
 
 
@@ -226,7 +245,111 @@ def model_delivery(rounds: int, folder: Path) -> None:
     )
 
 
-LANES = {"ready": ready, "boot": boot, "model": model_delivery}
+PAGE_CACHE = Path("/proc/sys/vm/drop_caches")
+
+
+def delivery(rounds: int, folder: Path) -> None:
+    """Print the lane `delivery`."""
+    if not os.access(PAGE_CACHE, os.W_OK):
+        sys.exit(f"The lane `delivery` writes {PAGE_CACHE}. Run it as root.")
+    asked = {**ASKED, "OPTION_MODEL_ID": str(tiny.make())}
+    files = [it for it in Path(sys.prefix).rglob("*") if it.is_file() and not it.is_symlink()]
+    found: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        os.sync()
+        PAGE_CACHE.write_text("3")
+        read: list[int] = []
+        took = started(Program(*SERVE, environ=asked, log=folder / "log"), read)
+        found.append((sum(read) / 1e6, took))
+        print(f"page cache emptied: {found[-1][0]:.0f} MB read, {took:.1f} s", flush=True)
+    sizes, times = zip(*found, strict=True)
+    installed = sum(it.stat().st_size for it in files) / 1e6
+    print(
+        f"page cache emptied  n {rounds}  MB read {spread(sizes, '.0f')} of {installed:.0f} "
+        f"installed  first answer {spread(times, '.1f')}"
+    )
+
+
+COPIES, CLIENTS = 2, 4
+USUAL_S = 10.0
+
+
+class Load:
+    """CLIENTS clients that send completions until the end of the `with` block."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.answered = self.failed = 0
+        self._ends = threading.Event()
+        self._clients = [threading.Thread(target=self._client) for _ in range(CLIENTS)]
+
+    def __enter__(self) -> Self:
+        for it in self._clients:
+            it.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        for it in self._clients:
+            it.join()
+
+    def _client(self) -> None:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while not self._ends.is_set():
+                try:
+                    client.post("/v1/completions", json=BODY).raise_for_status()
+                    self.answered += 1
+                except httpx.HTTPError:
+                    self.failed += 1
+
+    def rate(self, until_done: Callable[[], None]) -> tuple[float, float]:
+        """Answers per second while the call runs, and the seconds that it took."""
+        answered, began = self.answered, time.monotonic()
+        until_done()
+        took = time.monotonic() - began
+        return (self.answered - answered) / took, took
+
+
+def reconfiguration(rounds: int, folder: Path) -> None:
+    """Print the lane `reconfiguration`."""
+    asked = {**ASKED, "OPTION_MODEL_ID": str(tiny.make()), "OPTION_COPIES": str(COPIES)}
+    found: list[tuple[float, float]] = []
+    with Program(*SERVE, environ=asked, log=folder / "log") as server:
+        server.ready()
+        until(lambda: _serving(server) == COPIES, START_S)
+        with Load(server.url) as load:
+            for _ in range(rounds):
+                usual, _ = load.rate(lambda: time.sleep(USUAL_S))
+                rate, took = load.rate(lambda: _replace(server))
+                found.append((took, rate / usual))
+                print(f"replaced in {took:.1f} s, rate {rate:.0f} of {usual:.0f}/s", flush=True)
+    seconds, rates = zip(*found, strict=True)
+    print(
+        f"a copy of {COPIES} replaced  n {rounds}  seconds {spread(seconds, '.1f')}  rate ÷ before "
+        f"{spread(rates, '.2f')}  answered {load.answered}, failed {load.failed}"
+    )
+
+
+def _serving(server: Program) -> int:
+    """How many copies serve."""
+    rows = httpx.get(f"{server.url}/replicas", timeout=60).json()["replicas"]
+    return sum(row["state"] == "ready" for row in rows)
+
+
+def _replace(server: Program) -> None:
+    """Kill the engine of a copy, and wait until another copy serves in its place."""
+    server.children("VLLM::")[0].kill()
+    until(lambda: _serving(server) < COPIES)
+    until(lambda: _serving(server) == COPIES, START_S)
+
+
+LANES = {
+    "ready": ready,
+    "boot": boot,
+    "model": model_delivery,
+    "delivery": delivery,
+    "reconfiguration": reconfiguration,
+}
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from lmi_config.options.declared import Settings
@@ -27,6 +28,8 @@ from serving.server import server as server_module
 from tests.serving.conftest import running
 from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
+from tests.support.harness import ports
+from tests.support.harness.process import ROUTE, Program
 from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
@@ -424,3 +427,34 @@ def test_what_stops_the_start(files, tmp_path):
         ServerTls(Settings(**cert, tls_key_file=files["tls_cert_file"]))
     with pytest.raises(SettingsError, match=r"own\.pem expired on 2"):
         ServerTls(Settings(**files), now=lambda: datetime.now(UTC) + timedelta(days=3))
+
+
+CONNECTED = 300
+BUFFER = 256 * 1024  # of each connection with TLS, in uvloop
+
+
+async def test_many_connections_do_not_stretch_the_routers_heap(files, tmp_path):
+    """A longer heap keeps more pages, each with a small block that is still used."""
+    environ = {
+        "OPTION_ROUTER_REPLICAS": f"http://127.0.0.1:{ports.free()}",
+        "OPTION_TLS_CERT_FILE": files["tls_cert_file"],
+        "OPTION_TLS_KEY_FILE": files["tls_key_file"],
+    }
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+
+    def heap(process: psutil.Process) -> int:
+        (found,) = [it for it in process.memory_maps(grouped=False) if it.path == "[heap]"]
+        start, end = (int(it, 16) for it in found.addr.split("-"))
+        return end - start
+
+    with Program(*ROUTE, environ=environ, log=tmp_path / "log") as router:
+        await until_async(router.listens, 60)
+        before = heap(router.own)
+        opening = [
+            asyncio.open_connection("localhost", router.port, ssl=trusting)
+            for _ in range(CONNECTED)
+        ]
+        opened = await asyncio.gather(*opening)
+        assert heap(router.own) - before < 0.5 * CONNECTED * BUFFER
+        for _, writer in opened:
+            writer.close()
