@@ -25,7 +25,7 @@ NOISY = "noisy"
 SLOTS = SEATS * 5 // 4, SEATS * 17 // 16, SEATS, SEATS // 2
 """Slots of a replica: the reported number, which is a quarter more than its engine runs, and
 fewer."""
-COLUMNS = ("", "load", "P50", "P90", "P99", "engine P90", "noisy P90", "reqs/s", "P90/alone")
+COLUMNS = ("", "load", "P50", "P90", "P99", "engine", "noisy P90", "reqs/s", "P90/alone")
 
 
 class Result(NamedTuple):
