@@ -11,7 +11,7 @@ import uvloop
 from tests.support.harness import ports
 from tests.support.harness.metrics import total
 from tools.bench.router import caching_replica
-from tools.bench.router.caches import OUTPUT, Conversation, Load, conversations
+from tools.bench.router.caches import ONE_SHOTS, OUTPUT, RATE, Conversation, Load, conversations
 from tools.bench.router.caching_replica import CachingConnection, CachingReplica, text_of, token_ids
 from tools.routing_sim.model import BLOCK
 
@@ -80,6 +80,6 @@ def test_rounds_have_their_own_conversations_and_arms_the_same():
     some = conversations(1, 30)
     assert some == conversations(1, 30) != conversations(2, 30)
     turns = [len(it.asked) for it in some]
-    assert sum(turns) == pytest.approx(40 * 30, rel=0.2)
-    assert turns.count(1) == pytest.approx(0.2 * sum(turns), rel=0.25)
+    assert sum(turns) == pytest.approx(RATE * 30, rel=0.2)
+    assert turns.count(1) == pytest.approx(ONE_SHOTS * sum(turns), rel=0.25)
     assert len({it.system for it in some if len(it.asked) > 1}) == 8

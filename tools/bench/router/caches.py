@@ -40,7 +40,7 @@ from tools.bench.router.caching_replica import TOKEN, links_of, text_of
 from tools.routing_sim.model import BLOCK
 
 REPLICAS = 4
-RATE, ONE_SHOTS = 40.0, 0.2
+RATE, ONE_SHOTS = 60.0, 0.2
 """Requests/s, and the share of one-shot prompts."""
 TURNS, PAUSE_S, OUTPUT = 5, 1.0, 40
 SYSTEMS = 8

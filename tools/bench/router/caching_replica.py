@@ -27,7 +27,7 @@ from tools.routing_sim.model import Profile, Request
 
 CHAT = "/v1/chat/completions"
 RENDER = f"{CHAT}/render"
-PROFILE = Profile(16_000, 0.010, 4e-8, 0.0, 60_000, 0)
+PROFILE = Profile(20_000, 0.010, 4e-8, 0.0, 80_000, 0)
 BLOCK_SIZE = 16
 """Tokens of a block, in /metrics."""
 TOKEN_IDS = 150_000
