@@ -21,7 +21,7 @@ def one_shot(name):
 
 
 def answered(*one_after_the_other, tokens=60_000, then=None):
-    """The answered requests of conversations at a replica with room for so many tokens."""
+    """The answered requests of conversations, at a replica with room for a number of tokens."""
 
     async def run():
         port = ports.free()

@@ -39,7 +39,7 @@ class Run:
 
 
 class Clock(Protocol):
-    """What an engine knows of time, simulated or real."""
+    """Time as an engine sees it, simulated or real."""
 
     @property
     def now(self) -> float: ...

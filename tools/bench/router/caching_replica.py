@@ -47,7 +47,7 @@ def token_ids(text: bytes) -> list[int]:
 
 
 def links_of(text: bytes) -> list[int]:
-    """A hash for each block of the engine. Those of two processes differ."""
+    """A hash for each block of the engine. Two processes have different hashes."""
     return hash_chain.links(text, CHUNK, 0)
 
 
@@ -66,7 +66,7 @@ class LoopTime:
 
 
 class Answers:
-    """Computes chats, and answers when the engine says so."""
+    """Sends chats to the engine, and answers when it has computed them: its listener."""
 
     def __init__(self, replica: Replica) -> None:
         self._loop, self._head = replica.loop, replica.stream
