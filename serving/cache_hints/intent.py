@@ -186,7 +186,7 @@ def own_key(name: str | None) -> Callable[[Mapping[bytes, bytes], bytes | bytear
 def read(
     headers: Mapping[bytes, bytes],
     keys: HintKeys,
-    body: bytes | bytearray,
+    body: bytes | bytearray | None,
     tenant: str | None,
     *,
     own: str = "",
@@ -194,24 +194,26 @@ def read(
 ) -> CacheIntent:
     """Return what a request says.
 
-    headers: by their names in lower case. keys: of the body. tenant: as serving/kv_cache/salt.py
-    has it. own: the conversation's id by the operator's own header or key. low: whether the request
-    is worth less than others, whatever it says itself.
+    headers: by their names in lower case. keys: of the body. body: is searched for marks on parts
+    of the prompt, unless it is None. tenant: as serving/kv_cache/salt.py has it. own: the
+    conversation's id by the operator's own header or key. low: whether the request is worth less
+    than others, whatever it says itself.
     """
     if not (own or low or _has_hints(headers, keys, body)):
         return NO_INTENT
     return _Reading(headers, keys, body, tenant).intent(own, low)
 
 
-def _has_hints(headers: Mapping[bytes, bytes], keys: HintKeys, body: bytes | bytearray) -> bool:
+def _has_hints(
+    headers: Mapping[bytes, bytes], keys: HintKeys, body: bytes | bytearray | None
+) -> bool:
     """Whether there is anything to read: most requests have no hint."""
     return bool(
         not _HEADERS.isdisjoint(headers)
         or (keys.session_id or keys.cache_control or keys.nvext or keys.agent_hint)
         or (keys.prompt_cache_key or keys.prompt_cache_options or keys.prompt_cache_retention)
         or (keys.request_type or keys.document_order)
-        or b'"cache_control"' in body
-        or b'"prompt_cache_breakpoint"' in body
+        or (body and (b'"cache_control"' in body or b'"prompt_cache_breakpoint"' in body))
     )
 
 
@@ -222,7 +224,7 @@ class _Reading:
         self,
         headers: Mapping[bytes, bytes],
         keys: HintKeys,
-        body: bytes | bytearray,
+        body: bytes | bytearray | None,
         tenant: str | None,
     ) -> None:
         self._headers = headers
@@ -323,15 +325,16 @@ class _Reading:
         """Return the lifetimes by marks of `cache_control` and by all others that reach the
         prompt's end, and whether the client wants nothing kept.
         """
-        keys = self._keys
-        found = marks.read(keys.messages or keys.input, (keys.system, keys.tools), self._body)
+        keys, found = self._keys, {}
+        if self._body is not None:
+            found = marks.read(keys.messages or keys.input, (keys.system, keys.tools), self._body)
         marked = self._longest(found, marks.MARK, USUAL_S)
         if own := keys.cache_control:  # moves on to the prompt's end
             marked = max(marked, self._lifetime(marks.MARK, self._value(marks.MARK, own), USUAL_S))
         kept = self._longest(found, marks.BREAKPOINT, _OPENAIS_S)
         options, unused = self._value("prompt_cache_options", keys.prompt_cache_options), False
         if isinstance(options, dict) and options.get("mode") == "explicit":
-            unused = marks.BREAKPOINT not in found
+            unused = self._body is not None and marks.BREAKPOINT not in found
             self._taken.append("prompt_cache_options")
         elif options is not None:
             known = isinstance(options, dict) and options.get("mode") in (None, "implicit")

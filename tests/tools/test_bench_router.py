@@ -8,7 +8,7 @@ import uvloop
 
 from tests.support.harness import ports, stub_replica
 from tests.support.harness.closed_loop import Failed
-from tools.bench.router import Load, Workload
+from tools.bench.router.__main__ import Load, Workload
 
 STREAMS = Workload("two streams", 2, 150, rate=200)
 WHOLE = Workload("whole answers", 2, 150)

@@ -38,8 +38,17 @@ class Run:
     lost: bool = False
 
 
-class Clock:
-    """The events, in order of time."""
+class Clock(Protocol):
+    """Time as an engine sees it, simulated or real."""
+
+    @property
+    def now(self) -> float: ...
+
+    def at(self, time: float, do: Callable[[], None]) -> None: ...
+
+
+class Events:
+    """The events of a simulation, in order of time."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -15,7 +15,7 @@ from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.replica_load import PER_REQUEST, Load
 from serving.router.policy.tiers import DEFAULT_PRICES, Capacity, Prices
 from serving.waiting.held import HeldQueue, Waiter
-from tools.routing_sim.engine import Clock, Engine, Run
+from tools.routing_sim.engine import Engine, Events, Run
 from tools.routing_sim.model import BLOCK, Case, Prompt, Request, chain
 from tools.routing_sim.rivals import ARMS, WITH_EVENTS
 from tools.routing_sim.tiers import Shared, Tiers
@@ -44,7 +44,7 @@ class Fleet:
         """policy: makes another one than the arm's."""
         random.seed(seed)  # the strategies'
         self.case, self._prices = case, prices
-        self.clock = Clock()
+        self.clock = Events()
         self.requests: list[Request] = []
         self._coming = case.requests(random.Random(seed), case.load)
         self._index, self._blocks = PrefixIndex(), KvIndex()
@@ -139,7 +139,7 @@ class Fleet:
             run = self._run(Request(now, request.parts, 2), prompt, links, first, now)
             self._prefills[run] = request
             return
-        request.replica = choice.replica.name
+        request.replica, request.sent = choice.replica.name, now
         self._run(request, prompt, links, choice, now)
 
     def _run(

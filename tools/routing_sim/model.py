@@ -89,7 +89,7 @@ def graduated(links: Sequence[int]) -> list[int]:
 class Request:
     """A client's request and its result. after: the request that follows its end, and when.
     cached, of_l1, of_l2: prompt tokens from the engine's cache and from each tier. tenant: whose it
-    is.
+    is. sent: when the router sent it to a replica.
     """
 
     at: float
@@ -99,6 +99,7 @@ class Request:
     tenant: str = ""
     adapter: int = 0
     after: "Callable[[float], Request | None] | None" = None
+    sent: float = math.inf
     first: float = math.inf
     end: float = math.inf
     cached: int = 0

@@ -40,6 +40,7 @@ _USER_KEYS = ("user_id", "user")
 _NONE = NONE
 _MEDIA = re.compile(rb'"data(:[^"]*|"\s*:\s*"[A-Za-z0-9+/]{1000,}=*)"')
 """As a URI, or as Anthropic has them."""
+_BEGIN_OF_MEDIA = b'"data'
 _MEDIA_TOKENS = 1_000
 """The assumed tokens of an image in a prompt, or of a file; its size does not tell them."""
 _BILL = BILLING.encode()
@@ -189,7 +190,8 @@ class RequestReader:
             headers, self._session_header, (getattr(keys, it) for it in self._session_fields)
         )
         named = own if self._session_header else ""
-        hints = intent.read(headers, keys, body, tenant, own=named)
+        # Marks name no conversation, and to search for one costs as much as all else.
+        hints = intent.read(headers, keys, None, tenant, own=named)
         return RoutingRequest(
             tokens=tokens + len(tools) // BYTES_PER_TOKEN if computed else 0,
             chain=links,
@@ -281,6 +283,8 @@ def _with_media(
     if not chat:
         return (prompt,)
     if body.find(b"[", body.find(b"[") + 1) < 0:  # no list but that of the messages
+        return ()
+    if _BEGIN_OF_MEDIA not in body:
         return ()
     try:
         contents = [message.content for message in _messages(prompt)]

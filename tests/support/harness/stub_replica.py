@@ -71,6 +71,7 @@ class Replica:
     def __init__(self, port: int, rate: float, first: float = 0.0, slots: int = 0) -> None:
         self.port, self.step, self.first, self.slots = port, 1 / rate, first, slots
         self.began, self.requests, self.next = time.time(), 0, 0.0
+        self.blocks = 20_000
         self.left: dict[Connection, int] = {}
         self.loop = asyncio.get_running_loop()
         self.answers = {path: self.answer(ANSWER[path]) for path in POSTS}
@@ -100,7 +101,7 @@ class Replica:
         label = f'{{engine="0",model_name="{MODEL}"}}'
         return (
             'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",'
-            'num_gpu_blocks="20000"} 1.0\n'
+            f'num_gpu_blocks="{self.blocks}"}} 1.0\n'
             f"vllm:num_requests_running{label} {len(self.left)}.0\n"
             f"vllm:num_requests_waiting{label} 0.0\n"
             f"vllm:request_success_total{label} {self.requests}.0\n"

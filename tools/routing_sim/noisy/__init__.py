@@ -3,6 +3,7 @@
 at the router in turns of the tenants, and without.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,18 +22,20 @@ OTHERS, SHARE = 4, 0.1
 LOADS = (0.6, 1.1)
 """The loads of all tenants together, as such shares."""
 NOISY = "noisy"
-SLOTS = SEATS * 5 // 4, SEATS * 17 // 16, SEATS
+SLOTS = SEATS * 5 // 4, SEATS * 17 // 16, SEATS, SEATS // 2
 """Slots of a replica: the reported number, which is a quarter more than its engine runs, and
 fewer."""
-COLUMNS = ("", "load", "P50", "P90", "P99", "noisy P90", "reqs/s", "P90/alone")
+COLUMNS = ("", "load", "P50", "P90", "P99", "engine", "noisy P90", "reqs/s", "P90/alone")
 
 
 class Result(NamedTuple):
     """Seconds to the first token: of the others' requests and of the noisy tenant's, in order.
-    rate: requests that ended in a second.
+    engine: the others' from the time that the router sent them on. rate: requests that ended in a
+    second.
     """
 
     others: list[float]
+    engine: list[float]
     noisy: list[float]
     rate: float
 
@@ -55,8 +58,11 @@ def simulate(case: Case, seed: int = 0) -> Result:
     waits: dict[bool, list[float]] = {True: [], False: []}
     for it in counted:
         waits[it.tenant == NOISY].append(min(it.first, fleet.clock.now) - it.at)
+    sent = [it for it in counted if it.tenant != NOISY and it.sent < math.inf]
+    engine = sorted(min(it.first, fleet.clock.now) - it.sent for it in sent)
     ended = sum(began <= it.end <= case.seconds for it in fleet.requests)
-    return Result(sorted(waits[False]), sorted(waits[True]), ended / (case.seconds - began))
+    rate = ended / (case.seconds - began)
+    return Result(sorted(waits[False]), engine, sorted(waits[True]), rate)
 
 
 def capacity(seconds: float) -> float:
@@ -95,5 +101,7 @@ def run(seconds: float, say: Callable[[str], None]) -> bool:
 
 def cells(it: Result) -> Sequence[str]:
     others = [f"{percentile(it.others, share):.3f}" for share in (0.5, 0.9, 0.99)]
-    noisy = f"{percentile(it.noisy, 0.9):.3f}" if it.noisy else "-"
-    return [*others, noisy, f"{it.rate:.0f}"]
+    engine, noisy = (
+        f"{percentile(some, 0.9):.3f}" if some else "-" for some in (it.engine, it.noisy)
+    )
+    return [*others, engine, noisy, f"{it.rate:.0f}"]

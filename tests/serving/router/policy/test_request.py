@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from serving.cache_hints.intent import CONVERSATION_S, digest
+from serving.cache_hints.intent import CONVERSATION_S, NO_INTENT, digest
 from serving.protocol import ADAPTER_ID, CLASSIFY, EMBEDDINGS, PAIRS_PATHS, POOLING
 from serving.router.policy.prefix_index import CHUNK
 from serving.router.policy.routing_request import LONGEST_ADAPTER, RequestReader
@@ -54,6 +54,17 @@ def test_a_conversation_goes_on_with_the_same_chain():
     second = asked({"stream": True, "messages": turns}).chain
     assert list(second[: len(first)]) == list(first)
     assert len(second) > len(first)
+
+
+def test_marks_on_parts_are_left_to_the_server():
+    """The router has no use for them, so it does not search prompts for them."""
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    assert asked(body).intent == NO_INTENT
+    options = {"prompt_cache_options": {"mode": "explicit"}, "session_id": "s"}
+    found = asked(body | options).intent
+    assert found.taken == ("session_id", "prompt_cache_options")
+    assert (found.session, found.low) == (digest(None, "s"), False)
 
 
 CALL = {"id": "1", "call_id": "1", "name": "look", "input": {}, "arguments": "{}"}

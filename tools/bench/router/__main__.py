@@ -19,6 +19,9 @@ incomplete answer ends the benchmark. No process is pinned to CPUs. If load, rep
 share two cores, requests/s depend on all three, and CPU only on the router.
 
 With --before, a checkout of another version is measured in the same rounds.
+
+--caches compares the choices instead, beside vllm-router's cache_aware policy: on stand-in engines
+with a prefix cache, in front of conversations with common system prompts (caches.py).
 """
 
 import argparse
@@ -36,7 +39,7 @@ from typing import NamedTuple
 import psutil
 import uvloop
 
-from tests.support.harness import ports, stub_replica
+from tests.support.harness import stub_replica
 from tests.support.harness.closed_loop import Answer, ClosedLoop, Failed
 from tests.support.harness.process import ROOT, ROUTE, Program, cpu_seconds
 from tests.support.harness.stats import (
@@ -47,6 +50,7 @@ from tests.support.harness.stats import (
     rate_ratio,
     spread,
 )
+from tools.bench.router import caches
 
 DIRECT, PEER = "direct", "vllm-router"
 STRATEGIES = (
@@ -214,9 +218,7 @@ def compare(workload: Workload, options: argparse.Namespace) -> Rounds:
         replicas = [it.url for it in stubs]
         direct = [it.port for it in stubs]
         arms: dict[str, Arm] = {DIRECT: (direct if workload.rate else direct[:1], None)}
-        peer = [options.vllm_router, "--worker-urls", *replicas, "--policy", "round_robin"]
-        peer += ["--host", "127.0.0.1", "--port", "{port}", "--log-level", "error"]
-        peer += ["--prometheus-port", str(ports.free())]
+        peer = caches.peer(options.vllm_router, replicas, "round_robin")
         routers = {PEER: start(PEER, *peer)}
         checkouts = {"": ROOT} | ({"before: ": options.before.resolve()} if options.before else {})
         for label, arm in itertools.product(checkouts, options.strategies):
@@ -339,11 +341,18 @@ def main() -> None:
     parser.add_argument("--vllm-router", required=True, help="its command")
     parser.add_argument("--strategies", nargs="*", default=STRATEGIES, help="ours to measure")
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=[*WORKLOADS])
-    parser.add_argument("--rounds", type=int, default=9, help="2 or more")
-    parser.add_argument("--seconds", type=float, default=4, help="of load on one arm in a round")
+    parser.add_argument("--caches", action="store_true", help="compare the choices, that alone")
+    parser.add_argument("--rounds", type=int, help="2 or more (default: 9, or 5 with --caches)")
+    seconds_help = "of load on one arm in a round (default: 4, or 24 with --caches)"
+    parser.add_argument("--seconds", type=float, help=seconds_help)
     parser.add_argument("--before", type=Path, help="a checkout to measure as well")
     parser.add_argument("--plot", type=Path, help="a file for bars, like bars.png")
     options = parser.parse_args()
+    options.rounds = options.rounds or (5 if options.caches else 9)
+    options.seconds = options.seconds or (24 if options.caches else 4)
+    if options.caches:
+        caches.run(options.vllm_router, options.rounds, options.seconds)
+        return
     print(
         f"{psutil.cpu_count()} CPUs; arms in turn: {', '.join((DIRECT, PEER, *options.strategies))}"
     )
