@@ -283,12 +283,12 @@ class Supervisor(Container):
         else:
             self._planned.add(call.name)
             try:
-                answer = await self._load(call.number, call.name, call.url)
+                answer = await self._load(call.number, call.name, call.url, waits=call.waits)
             finally:
                 self._planned.discard(call.name)
         self._tell([answer])
 
-    async def _load(self, number: int, name: str, url: str) -> Answer:
+    async def _load(self, number: int, name: str, url: str, *, waits: bool) -> Answer:
         if len(self._entries) + len(self._planned) > MOST_MODELS:
             return Answer(number, 507, f"{MOST_MODELS} models are loaded, and there may be no more")
         try:
@@ -307,6 +307,8 @@ class Supervisor(Container):
         loading: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         entry.loading = loading
         self._publish()
+        if not waits:
+            return Answer(number, 202, "")
         done = await loading
         return Answer(number, done.status, done.text)
 

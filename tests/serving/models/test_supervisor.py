@@ -200,6 +200,50 @@ def test_a_model_that_does_not_start_is_not_loaded(multi):
     assert multi.get("/models").json() == {"models": []}
 
 
+def test_a_call_that_does_not_wait(multi):
+    url = multi.folder / "x" / "model"
+    query = f"model_name=x&synchronous=false&url={url}"
+    assert httpx.post(f"{multi.url}/models?{query}", timeout=60).status_code == 202
+    assert multi.get("/models/x").json()["modelUrl"] == str(url)
+    until(lambda: multi.states() == {"x": "READY"}, 120)
+    assert multi.load("y", multi.folder / "y" / "model").status_code == 507
+    assert multi.unload("x").status_code == 200
+    faulty = {"model_name": "faulty", "url": str(multi.folder / "faulty" / "model")}
+    told = httpx.post(f"{multi.url}/models", json=faulty | {"synchronous": False}, timeout=60)
+    assert told.status_code == 202
+    until(lambda: multi.states() == {}, 120)
+    assert multi.get("/models/faulty").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "code", "kind"),
+    [
+        ("POST", "/models", 400, "BadRequestException"),
+        ("POST", "/models?model_name=z", 400, "BadRequestException"),
+        ("POST", "/models?url=InvalidUrl", 400, "BadRequestException"),  # LMI makes a name of it
+        # LMI: 404 ModelNotFoundException; SageMaker knows 409, 507 and 400 here
+        ("POST", "/models?model_name=z&url=InvalidUrl", 400, "BadRequestException"),
+        ("PUT", "/models", 405, "MethodNotAllowedException"),
+        ("POST", "/models/noop", 405, "MethodNotAllowedException"),
+        ("GET", "/models/InvalidModel", 404, "ResourceNotFoundException"),
+        ("DELETE", "/models/fake", 404, "ResourceNotFoundException"),
+        ("POST", "/models/fake/invoke", 404, None),
+        ("POST", "/predictions/fake", 404, None),
+        # LMI scales its workers: 404 for a model that is not there
+        ("PUT", "/models/fake", 405, "MethodNotAllowedException"),
+        ("GET", "/InvalidUrl", 404, None),
+    ],
+)
+def test_refusals_are_those_of_lmi(multi, method, target, code, kind):
+    """The calls of LMI's own tests of its management API, with the codes that these expect."""
+    answer = httpx.request(method, multi.url + target, timeout=60)
+    assert answer.status_code == code
+    if kind:
+        found = answer.json()
+        assert (found["code"], found["type"]) == (code, kind)
+        assert found["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
