@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict of `bench models` on a container's log and its answers."""
+"""`bench models`: its verdict on a container's log and its answers, and a short run with the tests'
+engine.
+"""
 
 import json
+import shutil
+import sys
 
 import pytest
 
+from tests.support.harness.process import ROOT
+from tests.support.models import tiny
+from tools.bench.models import __main__ as bench
 from tools.bench.models.verdict import Asked, longest_wait, row, unanswered, unfair, ups
 
 
@@ -73,3 +80,28 @@ def test_a_row_of_the_table():
     assert row("in turn", asked, ups(log(*A_UP))) == (
         "| in turn | 4 | 1 | 1 | 1 | 0.0 | 4.0 | 4.0 | 50.0 |"
     )
+
+
+@pytest.fixture
+def short(tmp_path, monkeypatch):
+    """A folder with the models, for runs with the tests' engine."""
+    monkeypatch.setattr(bench, "SERVE", (sys.executable, "-m", "tests.serving.models.parts"))
+    monkeypatch.setattr(bench, "PAUSE_S", 0.1)
+    monkeypatch.setattr(bench, "LOADS", 1)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in bench.NAMES:
+        shutil.copytree(tiny.make(), tmp_path / name)
+    return tmp_path
+
+
+def test_models_that_take_turns(short, capsys):
+    assert bench.taking_turns(short, users=2, seconds=2) == []
+    told = capsys.readouterr().out
+    assert "| in turn |" in told
+    assert "| skewed |" in told
+    assert "exit code 0" in told
+
+
+def test_models_by_calls(short, capsys):
+    assert bench.by_calls(short) == []
+    assert capsys.readouterr().out.count("after DELETE") == 2

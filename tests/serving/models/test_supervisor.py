@@ -148,6 +148,59 @@ def test_sigterm_refuses_those_that_wait(turns):
 
 
 @pytest.fixture(scope="module")
+def sleepers(tmp_path_factory):
+    """Three models with vLLM's sleep mode, and a GPU for one that runs and two that sleep. The
+    engine of c cannot sleep.
+    """
+    folder = tmp_path_factory.mktemp("sleepers")
+    models = listed(folder, "a", "b", "c")
+    (folder / "c" / "INSOMNIA").touch()
+    sizes = {"OPTION_KV_CACHE_MEMORY_BYTES": "8G", "OPTION_MODELS_MEMORY": "16G", "FAKE_GPU": "18"}
+    with Container(folder, OPTION_ENABLE_SLEEP_MODE="true", **models, **sizes) as it:
+        it.ready(300)
+        yield it
+
+
+def test_a_model_that_makes_room_on_a_gpu_sleeps_and_wakes_up(sleepers):
+    assert sleepers.ask("a").status_code == 200
+    assert sleepers.ask("b").status_code == 200
+    assert sleepers.states() == {"a": "ASLEEP", "b": "READY", "c": "COLD"}
+    both = {it.pid for it in sleepers.servers()}
+    assert len(both) == 2
+    for name, other in ("ab", "ba", "ab"):
+        answer = sleepers.ask(name)
+        assert (answer.status_code, answer.json()["model"]) == (200, name)
+        assert sleepers.states() == {name: "READY", other: "ASLEEP", "c": "COLD"}
+    assert {it.pid for it in sleepers.servers()} == both  # nothing was started for it
+    listed = sleepers.get("/v1/models").json()["data"]
+    assert [it["state"] for it in listed] == ["ready", "asleep", "cold"]
+
+
+def test_a_model_that_dies_asleep_is_started_again(sleepers):
+    assert sleepers.ask("b").status_code == 200
+    (b,) = [it for it in sleepers.servers() if _serves(sleepers, it, "b")]
+    assert sleepers.ask("a").status_code == 200
+    b.kill()
+    until(lambda: sleepers.states()["b"] == "COLD", 60)
+    assert sleepers.ask("b").status_code == 200
+    assert sleepers.states()["a"] == "ASLEEP"
+
+
+def _serves(container, server, name):
+    """Whether a server is that of a model."""
+    port = next(it.laddr.port for it in server.net_connections() if it.status == "LISTEN")
+    lines = [it for it in container.lines() if it.get("model") == name]
+    return any(it.get("port") == port for it in lines)
+
+
+def test_an_engine_that_cannot_sleep_is_stopped(sleepers):
+    assert sleepers.ask("c").status_code == 200
+    assert sleepers.ask("a").status_code == 200
+    assert sleepers.states()["c"] == "COLD"
+    assert "the engine did not sleep" in sleepers.logged()
+
+
+@pytest.fixture(scope="module")
 def multi(tmp_path_factory):
     """SageMaker's multi-model mode."""
     folder = tmp_path_factory.mktemp("multi")

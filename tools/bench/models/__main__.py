@@ -2,8 +2,8 @@
 """Two models in one container with room for one: swaps, waits, and what calls and faults leave.
 
 Half of the time all users ask for both models in turn. In the other half all but one ask for one
-model without a pause, and the last asks for the other one. Then an engine is killed, and the
-container is asked to stop while requests wait. A second container loads and unloads models by
+model without a pause, and the last asks for the other one. Then a model's server is killed, and
+the container is asked to stop while requests wait. A second container loads and unloads models by
 SageMaker's calls: a second model gets 507, and memory is back when DELETE answers.
 
 The exit code is 1 if a request is not answered by its model, if a model makes room earlier than it
@@ -94,15 +94,27 @@ def taking_turns(folder: Path, users: int, seconds: float) -> list[str]:
             found = ups(server.logged())[max(before - 1, 0) :]
             print(row(name, asked, found), flush=True)
             wrong += [*unanswered(asked), *unfair(asked, found)]
-        (engine,) = server.children("VLLM::EngineCore")
-        engine.kill()
+        told = ask(client, "a")
+        wrong += unanswered([told])
+        for it in models_servers(server):
+            it.kill()
         began = time.monotonic()
         until(lambda: {it["state"] for it in _listed(client)} == {"cold"}, START_S)
         told = ask(client, "a")
-        print(f"an engine killed: the next answer after {time.monotonic() - began:.1f} s")
+        print(f"a model's server killed: the next answer after {time.monotonic() - began:.1f} s")
         wrong += unanswered([told])
         wrong += drained(server, client, users)
     return wrong
+
+
+def models_servers(server: Program) -> list[psutil.Process]:
+    """The servers of models that run: children that listen, apart from the router."""
+    found = []
+    for child in server.own.children():
+        ports = {it.laddr.port for it in child.net_connections() if it.status == psutil.CONN_LISTEN}
+        if ports and server.port not in ports:
+            found.append(child)
+    return found
 
 
 def _listed(client: httpx.Client) -> list[dict[str, str]]:
