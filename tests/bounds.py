@@ -78,6 +78,9 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         ],
         "serving/router/models/view.py": ["OwnModels.follow reader.readline"],
     },
+    "Orders to a model's server, and their answers": {
+        "serving/server/orders.py": ["give loop.sock_recv", "obey loop.sock_recv"],
+    },
     "The folder of files and batches": {
         "serving/batch/store.py": ["_read msgspec.json.decode", "_read path.read_bytes"],
     },

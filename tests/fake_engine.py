@@ -93,6 +93,8 @@ class FakeEngine:
         self.names = names
         self.failure: str | None = None
         self.stopped = False
+        self.asleep = False
+        self.insomnia = False
         self.running = 0
         self.most = 0  # the maximum that ever ran at once
         self.gate = asyncio.Event()
@@ -119,6 +121,7 @@ class FakeEngine:
         usage = Usage()
         sink.begin(usage)
         self.calls.append(call)
+        assert not self.asleep
         try:
             with call.cancellation.raising():
                 await self.answers.get(call.path, self.nothing)(call, sink, usage)
@@ -130,6 +133,16 @@ class FakeEngine:
 
     async def nothing(self, call: Call, sink: Sink, usage: Usage) -> None:
         raise NotFound(f"the model does not answer {call.path}")
+
+    async def sleep(self) -> None:
+        if self.insomnia:
+            raise RuntimeError("it cannot sleep")
+        assert not self.asleep
+        self.asleep = True
+
+    async def wake_up(self) -> None:
+        assert self.asleep
+        self.asleep = False
 
     async def stop(self) -> None:
         self.stopped = True

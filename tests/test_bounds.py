@@ -23,7 +23,8 @@ TABLE = [
     if line.startswith("| ")
 ][1:]
 _READING = (
-    "recv recv_into recvfrom recv_multipart recvmsg read readline readlines readexactly readuntil "
+    "recv recv_into recvfrom recv_multipart recvmsg sock_recv sock_recv_into sock_recvfrom "
+    "read readline readlines readexactly readuntil "
     "read1 readinto read_text read_bytes receive receive_bytes load loads safe_load full_load "
     "raw_decode json iter_any iter_chunked iter_lines iter_bytes iter_raw aiter_lines aiter_bytes "
     "aiter_raw iter_content getvalue hget hgetall communicate check_output"

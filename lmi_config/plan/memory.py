@@ -477,3 +477,13 @@ def footprint(budget: Budget, gpu: GpuBudget | None, machine: Machine, tiers: in
     if not machine.gpus or gpu is None:
         return Footprint(host, 1 if machine.gpus else 0)
     return Footprint(host, gpu.weights + gpu.overhead + gpu.given if gpu.given else gpu.usable)
+
+
+def asleep(awake: Footprint, gpu: GpuBudget | None, machine: Machine) -> Footprint | None:
+    """Return the memory of a model whose engine sleeps at vLLM's level 1: the GPUs keep contexts
+    and graphs, and the host has the weights of all GPUs. None if the size of the weights is
+    unknown. awake: its memory while it runs.
+    """
+    if gpu is None or not gpu.weights:
+        return None
+    return Footprint(awake.host + gpu.weights * len(machine.gpus), gpu.overhead)

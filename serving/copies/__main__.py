@@ -52,7 +52,17 @@ def _copy(part: CopyPart) -> Exit:
     with capture_output():
         from serving.server.server import serve
 
-        return serve(part.deployment)
+        return serve(part.deployment, orders=orders(part))
+
+
+def orders(part: CopyPart) -> socket.socket | None:
+    """The socket for the supervisor's orders, if the part has one."""
+    if part.orders is None:
+        return None
+    found = socket.socket(fileno=part.orders)
+    found.set_inheritable(False)
+    found.setblocking(False)
+    return found
 
 
 def _router(part: RouterPart) -> Exit:

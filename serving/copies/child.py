@@ -32,15 +32,15 @@ class Child:
         part: Part,
         report: tuple[int, int],
         environ: Mapping[str, str],
-        listener: int | None = None,
+        more: Sequence[int] = (),
     ) -> "Child":
         """program: the command line. The descriptor of the part becomes its last word. report:
         both ends of the pipe for the child's report. environ: variables in addition to this
-        process's. listener: the descriptor of a socket for the child.
+        process's. more: further descriptors for the child.
         """
         reading, writing = report
         handed = hand(part)
-        kept = [handed, writing, *([] if listener is None else [listener])]
+        kept = [handed, writing, *more]
         try:
             process = await asyncio.create_subprocess_exec(
                 *(*program, str(handed)),

@@ -164,7 +164,8 @@ class Container(ABC):
         report = os.pipe()
         listener = self._listener.fileno() if self._listener else None
         part = self._router_part(report[1], listener)
-        return await Child.start(self._program, part, report, self._secrets, listener)
+        more = () if listener is None else (listener,)
+        return await Child.start(self._program, part, report, self._secrets, more)
 
     @property
     def _secrets(self) -> dict[str, str]:

@@ -38,11 +38,13 @@ class Part:
 @dataclass(frozen=True, kw_only=True)
 class CopyPart(Part):
     """A copy of the model, or one of several models. cpus: the CPUs that it may run on. model: its
-    name among several models, or "".
+    name among several models, or "". orders: the descriptor of a socket for orders; None for a
+    server that gets none.
     """
 
     number: int
     model: str = ""
+    orders: int | None = None
     deployment: Deployment
     cpus: tuple[int, ...]
 

@@ -152,6 +152,14 @@ class Engine(Protocol):
     async def pin_adapter(self, name: str) -> None:
         """Keep an adapter in its slot. Raises NotLoaded if it is not loaded."""
 
+    async def sleep(self) -> None:
+        """Free the GPU's memory, and keep the weights in the host's. No request may be in flight,
+        and none may come before wake_up(). Raises unforeseen exceptions.
+        """
+
+    async def wake_up(self) -> None:
+        """End sleep(). Raises unforeseen exceptions."""
+
     async def stop(self) -> None:
         """Stop the engine. Requests should have ended before."""
 

@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from serving.engine.base import Call, Sink, Usage
+from serving.engine.base import Call, EngineError, Sink, Usage
 from serving.errors import AdapterFailed, NotFound
 
 MESSAGE = (
@@ -40,6 +40,12 @@ class NoEngine:
 
     async def pin_adapter(self, name: str) -> None:
         raise AdapterFailed(MESSAGE)
+
+    async def sleep(self) -> None:
+        raise EngineError(MESSAGE)
+
+    async def wake_up(self) -> None:
+        raise EngineError(MESSAGE)
 
     async def stop(self) -> None:
         pass

@@ -164,6 +164,14 @@ class VllmEngine:
         except KeyError:
             raise NotLoaded(name) from None
 
+    async def sleep(self) -> None:
+        # Level 1 keeps the weights in the host's memory, also with adapters. Level 2 would drop
+        # them, and a wake-up with adapters may then fail in vLLM 0.32.
+        await self._client.sleep(level=1)
+
+    async def wake_up(self) -> None:
+        await self._client.wake_up()
+
     def verify(self, verification: Verification) -> None:
         """Verify hits of the KV cache tiers from now on."""
         self._canary = Canary(self._client, verification)

@@ -51,6 +51,7 @@ from serving.router.models.model_messages import (
     line,
     read_report,
 )
+from serving.server import orders
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ DRAIN_S = 300.0
 SIGTERM, and has SHUTDOWN.drain for the rest."""
 STOP_S = SHUTDOWN.drain + SHUTDOWN.farewell + SHUTDOWN.engine + 2.0
 """Seconds after which a stopping server is killed."""
+ORDER_S = 120.0
+"""Maximum seconds until an engine sleeps, or is awake."""
 TROUBLE_S = 30.0
 """Seconds between a failed start of a model and its next start."""
 LOOK_S = 0.25
@@ -95,8 +98,8 @@ class Entry:
     """A model with its present state and requests.
 
     number: it is never used again. since: when it came to its state. quick: its ends in a row
-    within STEADY_S. loading: the call that waits for its first start. Other fields are as in
-    swaps.Model and in Work.
+    within STEADY_S. loading: the call that waits for its first start. orders: the socket for orders
+    to its server. Other fields are as in swaps.Model and in Work.
     """
 
     offer: Offer
@@ -111,6 +114,8 @@ class Entry:
     trouble: str = ""
     trouble_until: float = 0.0
     leaves: bool = False
+    falls_asleep: bool = False
+    orders: socket.socket | None = None
     loading: "asyncio.Future[Answer] | None" = None
 
     @property
@@ -128,12 +133,14 @@ class Entry:
             name=self.offer.name,
             state=self.state,
             awake=self.offer.awake,
+            asleep=self.offer.asleep,
             pinned=self.offer.pinned,
             start_s=self.start_s,
             ready_since=self.since,
             used=self.used,
             in_flight=self.work.in_flight,
             waiting_since=waiting,
+            falls_asleep=self.falls_asleep,
         )
 
     def row(self) -> Row:
@@ -283,12 +290,12 @@ class Supervisor(Container):
         else:
             self._planned.add(call.name)
             try:
-                answer = await self._load(call.number, call.name, call.url)
+                answer = await self._load(call.number, call.name, call.url, waits=call.waits)
             finally:
                 self._planned.discard(call.name)
         self._tell([answer])
 
-    async def _load(self, number: int, name: str, url: str) -> Answer:
+    async def _load(self, number: int, name: str, url: str, *, waits: bool) -> Answer:
         if len(self._entries) + len(self._planned) > MOST_MODELS:
             return Answer(number, 507, f"{MOST_MODELS} models are loaded, and there may be no more")
         try:
@@ -307,6 +314,8 @@ class Supervisor(Container):
         loading: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         entry.loading = loading
         self._publish()
+        if not waits:
+            return Answer(number, 202, "")
         done = await loading
         return Answer(number, done.status, done.text)
 
@@ -366,10 +375,11 @@ class Supervisor(Container):
             for name, act in swaps.steps(seen, self._offers.room, now):
                 entry = self._entries[name]
                 if act is Act.START:
+                    asleep = entry.state is State.ASLEEP
                     self._enter(entry, State.STARTING)
-                    self._spawn(self._serve(entry))
+                    self._spawn(self._wake(entry) if asleep else self._serve(entry))
                 else:
-                    self._make_room(entry)
+                    self._make_room(entry, sleeps=act is Act.SLEEP)
             if self._written != self._revision:
                 self._written = self._revision
                 await in_thread(divided.write_series, self._door.series)
@@ -399,6 +409,9 @@ class Supervisor(Container):
         end = await ended
         ready.cancel()
         del self._servers[entry.number]
+        if entry.orders:
+            entry.orders.close()
+            entry.orders = None
         if self._stopping:
             return
         if entry.state is State.STOPPING:
@@ -437,6 +450,21 @@ class Supervisor(Container):
                     return
             await asyncio.sleep(PING_S)
 
+    async def _wake(self, entry: Entry) -> None:
+        """Wake a model's engine up. If that fails, its server is killed, as if it had ended."""
+        if await self._order(entry, orders.WAKE):
+            if entry.state is State.STARTING:
+                self._enter(entry, State.READY)
+        elif child := self._servers.get(entry.number):
+            child.kill()
+
+    async def _order(self, entry: Entry, order: bytes) -> bool:
+        """Give an order to a model's server. Returns whether it was carried out."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ORDER_S):
+                return entry.orders is not None and await orders.give(entry.orders, order)
+        return False
+
     async def _start_server(self, entry: Entry) -> Child:
         report = os.pipe()
         plan = entry.offer.deployment.plan
@@ -461,12 +489,19 @@ class Supervisor(Container):
             cpus=plan.machine.cpus,
         )
         environ = {**plan.environment, **self._secrets}
-        return await Child.start(self._program, part, report, environ)
+        if not entry.offer.asleep:
+            return await Child.start(self._program, part, report, environ)
+        entry.orders, theirs = socket.socketpair()
+        entry.orders.setblocking(False)
+        with theirs:
+            part = dataclasses.replace(part, orders=theirs.fileno())
+            return await Child.start(self._program, part, report, environ, [theirs.fileno()])
 
-    def _make_room(self, entry: Entry) -> None:
-        """Let a model's requests end, and then stop its server."""
+    def _make_room(self, entry: Entry, *, sleeps: bool = False) -> None:
+        """Let a model's requests end, and then stop its server, or let its engine sleep."""
         if entry.waiting_since is not None:
             entry.waiting_since = time.monotonic()  # its own swap is forced no earlier
+        entry.falls_asleep = sleeps
         self._enter(entry, State.STOPPING)
         self._spawn(self._drain(entry, self._revision))
 
@@ -483,6 +518,12 @@ class Supervisor(Container):
         # It may have been told to stop before it had a process.
         await gone(lambda: entry.state is State.COLD or entry.number in self._servers, STOP_S)
         child = self._servers.get(entry.number)
+        if entry.falls_asleep and not entry.work.in_flight:
+            slept = await self._order(entry, orders.SLEEP)
+            entry.falls_asleep = False
+            if slept and entry.state is State.STOPPING:
+                self._enter(entry, State.ASLEEP)
+                return
         if child and entry.state is State.STOPPING:
             child.ask()
             if not await gone(lambda: entry.state is State.COLD, STOP_S):

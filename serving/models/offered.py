@@ -51,8 +51,8 @@ _NOWHERE = "/dev/null/model"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offer:
     """One model. url: where it comes from, as the operator or SageMaker names it. given: its own
-    options, whose secrets must not reach a log. awake: its memory while it runs. pinned: whether it
-    never makes room.
+    options, whose secrets must not reach a log. awake: its memory while it runs. asleep: its memory
+    while its engine sleeps; None if it can only be stopped. pinned: whether it never makes room.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Offer:
     given: Mapping[str, Given] = dataclasses.field(repr=False)
     deployment: Deployment
     awake: Footprint
+    asleep: Footprint | None
     pinned: bool
 
     @property
@@ -209,12 +210,16 @@ def _offer(
     options = {**plan.options, "served_model_name": own.model_names}
     own_plan = dataclasses.replace(plan, settings=own, options=options)
     tiers = plan.tiers.l1 if isinstance(plan.tiers, Tiers) else 0
+    awake = memory.footprint(plan.memory, plan.gpu, found.machine, tiers)
+    # A cache server has the GPU's KV cache mapped, which sleep would free under it.
+    sleeps = plan.options.get("enable_sleep_mode") and not isinstance(plan.tiers, Tiers)
     return Offer(
         name=name,
         url=url,
         given=given,
         deployment=dataclasses.replace(deployment, plan=own_plan),
-        awake=memory.footprint(plan.memory, plan.gpu, found.machine, tiers),
+        awake=awake,
+        asleep=memory.asleep(awake, plan.gpu, found.machine) if sleeps else None,
         pinned=pinned,
     )
 
@@ -271,7 +276,8 @@ def as_text(found: Offers) -> str:
         lines.append("models: loaded and unloaded by calls to /models")
     for it in found.models:
         pinned = ", pinned: it makes no room for others" if it.pinned else ""
-        lines.append(f"{it.name}: {it.url}, {_shown(it.awake)} while it runs{pinned}")
+        asleep = f", {_shown(it.asleep)} while it sleeps" if it.asleep else ""
+        lines.append(f"{it.name}: {it.url}, {_shown(it.awake)} while it runs{asleep}{pinned}")
     if found.models:
         whole = sum((it.awake for it in found.models), Footprint(0))
         all_fit = "all fit" if whole.fits(found.room) else "they take turns"
@@ -287,7 +293,7 @@ def as_json(found: Offers) -> dict[str, Any]:
             it.name: {
                 "url": it.url,
                 "awake": dataclasses.asdict(it.awake),
-                "asleep": dataclasses.asdict(Footprint(0)),
+                "asleep": it.asleep and dataclasses.asdict(it.asleep),
                 "pinned": it.pinned,
             }
             for it in found.models

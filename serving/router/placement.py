@@ -334,7 +334,7 @@ class Placement:
         waiter = Waiter(
             kind=kind,
             ready=partial(routing.has_room, kind),
-            lane=request.tenant or caller.name,
+            lane=f"{kind.model} {request.tenant or caller.name}",
             band=caller.priority,
             cost=PER_REQUEST + tokens,
             size=len(request.body),

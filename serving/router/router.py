@@ -438,7 +438,7 @@ class Router:
                 found = doors.one(found, path.removeprefix(f"{protocol.MODELS}/"))
             _respond(responder, found)
         elif path == protocol.MANAGEMENT[0] and reads:
-            _respond(responder, doors.listed(models))
+            _respond(responder, doors.listed(models, request))
         elif path == protocol.MANAGEMENT[0] and method == b"POST":
             self._later(self._done(responder, doors.load(models, request)))
         elif path == protocol.MANAGEMENT[0]:
@@ -455,11 +455,12 @@ class Router:
         return True
 
     async def _done(
-        self, responder: WholeResponder, work: Coroutine[Any, Any, dict[str, Any]]
+        self, responder: WholeResponder, work: Coroutine[Any, Any, tuple[int, dict[str, Any]]]
     ) -> None:
-        """Answer with the outcome of a call."""
+        """Answer with the outcome of a call: a status and a body."""
         try:
-            _respond(responder, await work)
+            code, found = await work
+            _respond(responder, found, code)
         except ServingError as error:
             responder.fail(error)
         except Exception:
@@ -705,8 +706,8 @@ def _is_of(name: str, kind: Hashable) -> bool:
     return isinstance(kind, Kind) and kind.model == name
 
 
-def _respond(responder: WholeResponder, found: dict[str, Any]) -> None:
-    responder.respond(200, b"application/json", msgspec.json.encode(found))
+def _respond(responder: WholeResponder, found: dict[str, Any], code: int = 200) -> None:
+    responder.respond(code, b"application/json", msgspec.json.encode(found))
 
 
 def _authorities(file: str | None) -> ssl.SSLContext:

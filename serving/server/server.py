@@ -45,6 +45,7 @@ from serving.observability.capture import causes
 from serving.process import StopSignals, return_freed_memory
 from serving.protocol import INVOCATIONS, PING, UI
 from serving.server import start_phases
+from serving.server.orders import obey
 from serving.server.prepare import LOOPBACK, Deployment
 from serving.server.startup import Runtime, start
 
@@ -68,9 +69,9 @@ most requests do not.
 Start = Callable[[Note], Coroutine[Any, Any, Runtime]]
 
 
-def serve(deployment: Deployment, warm: bool = False) -> Exit:
+def serve(deployment: Deployment, warm: bool = False, orders: socket.socket | None = None) -> Exit:
     """Serve until SIGTERM, SIGINT or a failure. Returns the end of the process. warm: stop once
-    the server is ready.
+    the server is ready. orders: as Server has it.
 
     A thread may still be inside vLLM when this returns; the caller should end the process at once.
     """
@@ -95,7 +96,7 @@ def serve(deployment: Deployment, warm: bool = False) -> Exit:
         about = explain.summary(deployment.plan)
         others = deployment.shared.others if deployment.shared else None
         server = Server(
-            listener, settings, lambda note: start(deployment, note), about, others, warm
+            *(listener, settings, lambda note: start(deployment, note), about, others, warm, orders)
         )
         try:
             return uvloop.run(server.run())
@@ -116,12 +117,14 @@ class Server:
         plan: Mapping[str, Any] = NO_PLAN,
         others: OtherCopies | None = None,
         warm: bool = False,
+        orders: socket.socket | None = None,
     ) -> None:
         """start: starts the engine or handler, and notes its current step meanwhile. plan: as the
         page at /ui shows it. others: as Backend has it. warm: whether the server stops once it is
-        ready.
+        ready. orders: where the supervisor of several models gives its orders.
         """
         self._warm = warm
+        self._orders = orders
         self._listener = listener
         self._settings = settings
         self._start = start
@@ -181,6 +184,7 @@ class Server:
         log.info("ready", extra={"facts": facts, "text": text, "busy": False})
         failure = asyncio.create_task(self._failure(runtime.engine))
         following = asyncio.create_task(kept("adapters", runtime.follow))
+        obeying = asyncio.create_task(self._obey(runtime.engine))
         saving = asyncio.create_task(runtime.save())
         if self._warm:
             await saving
@@ -198,6 +202,7 @@ class Server:
             end = await self._drain(requests, failure)
         failure.cancel()
         following.cancel()
+        obeying.cancel()
         saving.cancel()
         if running:
             await asyncio.wait(running, timeout=SHUTDOWN.farewell)
@@ -206,6 +211,10 @@ class Server:
         except TimeoutError:
             log.warning("the engine did not stop in time; its processes are killed")
         return end
+
+    async def _obey(self, engine: Engine) -> None:
+        if orders := self._orders:
+            await kept("models", lambda: obey(orders, engine))
 
     async def _start_up(self, stop: asyncio.Task[None]) -> Runtime | Exit:
         """Start the engine. Returns the runtime, or the end of the process if the start failed."""

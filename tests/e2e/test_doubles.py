@@ -4,6 +4,7 @@ compared in status and shape.
 """
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,3 +142,11 @@ def test_what_is_refused_of_adapters(tmp_path):
     double, real = asyncio.run(both())
     assert double == real
     assert double.count("done") == 9
+
+
+def test_vllm_sleeps_as_the_engine_asks_it_to():
+    """On a CPU vLLM refuses to sleep, so only the calls are compared."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    inspect.signature(AsyncLLM.sleep).bind(None, level=1)
+    inspect.signature(AsyncLLM.wake_up).bind(None)

@@ -216,7 +216,7 @@ def test_help_of_a_verb_lists_its_flags(root, door, words):
 def test_dev_lists_every_verb_and_every_bench():
     listed = call(ROOT, "dev").stdout
     benches = {it.stem for it in (ROOT / "tools/bench").glob("*.py")}
-    benches |= {"ceiling", "copies", "fleet", "agents"}  # in separate folders
+    benches |= {"ceiling", "copies", "fleet", "agents", "models"}  # in separate folders
     assert benches == set(re.findall(r"^  bench (\w+) {2,}\w", listed, re.MULTILINE))
     cases = re.findall(r"^ {4}([a-z][a-z| -]*)\)", (ROOT / "scripts/dev").read_text(), re.MULTILINE)
     verbs = {verb for case in cases for verb in case.split(" | ")}

@@ -40,13 +40,19 @@ async def _serve_until_signal(options: Options) -> None:
     await serve(options._replace(key=key), opened, stop)
 
 
+def _place(text: str) -> Path | str:
+    return text if text.startswith(("http://", "https://")) else Path(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/sagemaker", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     local = verbs.add_parser("local", help="stand in for SageMaker")
     local.add_argument("--port", type=int, default=9000)
     local.add_argument(
-        "--s3", type=Path, help="the folder that stands for S3: s3://a/b is FOLDER/a/b"
+        "--s3",
+        type=_place,
+        help="what stands for S3: a folder (s3://a/b is FOLDER/a/b), or the URL of an S3 server",
     )
     local.add_argument(
         "--work", type=Path, help="where containers' files and logs go (a new folder)"

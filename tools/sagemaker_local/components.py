@@ -4,9 +4,10 @@
 import logging
 import uuid
 
-from tools.sagemaker_local.container import Artifact, Copy, Failed, Recipe
+from tools.sagemaker_local.container import Copy, Recipe
 from tools.sagemaker_local.copies import Copies, recipe
 from tools.sagemaker_local.records import Component, Endpoint, Record, Records
+from tools.sagemaker_local.store import Artifact, Failed
 from tools.sagemaker_local.wire import Refused, check_environment
 
 log = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import tarfile
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
 import aiohttp
+
+from tools.sagemaker_local.store import Artifact, Failed, Store
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,6 @@ STARTING_PING_S = 0.2  # between attempts; SageMaker asks every 5 s, for which n
 REASON = 1024  # characters of a FailureReason
 _CONFIGURING = ("AWS_", "OPTION_", "SERVING_", "SAGEMAKER_", "SM_", "HF_MODEL_ID", "LMCACHE_")
 """Variables of ours that a process does not get."""
-
-
-class Failed(Exception):
-    """A copy that does not start, or that answers a call wrongly."""
 
 
 class Limits(NamedTuple):
@@ -53,13 +49,6 @@ class Limits(NamedTuple):
     header_bytes: int = 4096
     payload_bytes: int = 25 * 1024 * 1024
     load_s: float = 10 * 60  # for a model of a multi-model endpoint
-
-
-class Artifact(NamedTuple):
-    """Files in S3. packed: one tar.gz, or else everything below a prefix."""
-
-    url: str
-    packed: bool
 
 
 class Recipe(NamedTuple):
@@ -91,42 +80,6 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def bring(store: Path | None, artifact: Artifact, folder: Path) -> None:
-    """Put an artifact's files into a folder that nobody may write to afterwards.
-
-    store: the folder that stands for S3, with a folder for each bucket. Raises Failed.
-    """
-    source = locate(store, artifact)
-    try:
-        if artifact.packed:
-            folder.mkdir(parents=True)
-            with tarfile.open(source, "r:gz") as members:
-                members.extractall(folder, filter="data")
-        else:
-            shutil.copytree(source, folder)
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        raise Failed(f"Failed to extract model data from {artifact.url}: {error}") from None
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-
-
-def locate(store: Path | None, artifact: Artifact) -> Path:
-    """The path of an artifact on this machine. Raises Failed if it is missing."""
-    if store is None:
-        raise Failed(f"{artifact.url}: there is no S3 here; --s3 FOLDER stands for it")
-    if not artifact.url.startswith("s3://"):
-        raise Failed(f"{artifact.url}: only s3:// is read here")
-    parts = artifact.url.removeprefix("s3://").split("/")
-    found = store.joinpath(*parts)
-    there = found.is_file() if artifact.packed else found.is_dir()
-    if not there or ".." in parts:
-        raise Failed(
-            f"Could not find model data at {artifact.url}: there is no "
-            f"{'file' if artifact.packed else 'folder'} {found}"
-        )
-    return found
-
-
 class Copy:
     """A container, or a process in its place.
 
@@ -137,7 +90,7 @@ class Copy:
         self,
         recipe: Recipe,
         limits: Limits,
-        store: Path | None,
+        store: Store,
         work: Path,
         ended: Callable[[], None],
     ) -> None:
@@ -202,9 +155,9 @@ class Copy:
             (self._ml / name).mkdir(parents=True)
         if self.recipe.model:
             (self._ml / "model").rmdir()
-            bring(self._store, self.recipe.model, self._ml / "model")
+            self._store.bring(self.recipe.model, self._ml / "model")
         for channel, artifact in self.recipe.channels.items():
-            bring(self._store, artifact, self._ml / "additional-model-data-sources" / channel)
+            self._store.bring(artifact, self._ml / "additional-model-data-sources" / channel)
         self._brought = _listed(self._ml)
 
     def _process_command(self) -> tuple[list[str], dict[str, str]]:
@@ -301,7 +254,7 @@ class Copy:
         """
         now = time.time_ns()
         folder = self._ml / "models" / f"container_{account}-{name}-{now // 10**6}-{now % 10**6:06}"
-        await asyncio.to_thread(bring, self._store, artifact, folder)
+        await asyncio.to_thread(self._store.bring, artifact, folder)
         self._brought |= _listed(folder)
         query = urlencode({"name": adapter, "src": self.seen(folder)})
         headers = {"X-Amzn-SageMaker-Adapter-Alias": name}
@@ -324,7 +277,7 @@ class Copy:
             if name in self._loaded:
                 self._loaded[name] = self._loaded.pop(name)
                 return name
-            await asyncio.to_thread(bring, self._store, artifact, folder / "model")
+            await asyncio.to_thread(self._store.bring, artifact, folder / "model")
             self._brought |= _listed(folder)
             body = json.dumps({"model_name": name, "url": self.seen(folder / "model")}).encode()
             headers = {"Content-Type": "application/json"}

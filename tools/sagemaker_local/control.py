@@ -11,6 +11,7 @@ from tools.sagemaker_local.container import Copy, Limits
 from tools.sagemaker_local.copies import Copies
 from tools.sagemaker_local.endpoints import Endpoints
 from tools.sagemaker_local.records import KINDS, Component, Endpoint, Record, Records, Thing
+from tools.sagemaker_local.store import Store
 from tools.sagemaker_local.wire import Refused, check, check_environment, operation
 
 
@@ -34,7 +35,7 @@ class ControlPlane:
     def __init__(
         self,
         limits: Limits,
-        store: Path | None,
+        store: Store,
         work: Path,
         *,
         region: str,

@@ -7,16 +7,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.sagemaker_local.container import (
-    PROCESS,
-    Artifact,
-    Copy,
-    Failed,
-    Limits,
-    Recipe,
-    locate,
-)
+from tools.sagemaker_local.container import PROCESS, Copy, Limits, Recipe
 from tools.sagemaker_local.records import Record
+from tools.sagemaker_local.store import Artifact, Failed, Store
 from tools.sagemaker_local.wire import Refused
 
 log = logging.getLogger(__name__)
@@ -28,9 +21,7 @@ MULTI_MODEL = "MultiModel"
 class Copies:
     """Starts copies, stops them, and runs what takes longer than a call in the background."""
 
-    def __init__(
-        self, limits: Limits, store: Path | None, work: Path, programs: Sequence[str]
-    ) -> None:
+    def __init__(self, limits: Limits, store: Store, work: Path, programs: Sequence[str]) -> None:
         """programs: that an Image may name."""
         self._programs = {Path(it).resolve() for it in programs}
         self._limits = limits
@@ -96,7 +87,7 @@ class Copies:
                 if not artifact.packed and not artifact.url.endswith("/"):
                     raise Refused(f"S3Uri {artifact.url} is a prefix and should end with a slash")
                 try:
-                    locate(self._store, artifact)
+                    self._store.require(artifact)
                 except Failed as fault:
                     raise Refused(str(fault)) from None
 

@@ -3,9 +3,10 @@
 
 import asyncio
 
-from tools.sagemaker_local.container import Copy, Failed
+from tools.sagemaker_local.container import Copy
 from tools.sagemaker_local.copies import Copies, recipe
 from tools.sagemaker_local.records import Endpoint, Record, Records
+from tools.sagemaker_local.store import Failed
 from tools.sagemaker_local.wire import Refused
 
 

@@ -23,8 +23,9 @@ from aiohttp import ClientError, ClientResponse, web
 
 from serving.errors import Forbidden
 from serving.http.origins import Origins
-from tools.sagemaker_local.container import Failed, Limits
+from tools.sagemaker_local.container import Limits
 from tools.sagemaker_local.control import ControlPlane, Target
+from tools.sagemaker_local.store import Failed, Store
 from tools.sagemaker_local.wire import (
     Key,
     Refused,
@@ -53,15 +54,15 @@ TARGET_MODEL = "X-Amzn-SageMaker-Target-Model"
 
 
 class Options(NamedTuple):
-    """s3: the folder that stands for S3. work: for containers' files and logs, or None for one that
-    goes away. seed: of random choices. duplicate_posts: register adapters twice, since nobody knows
-    that SageMaker does not. broken_streams: the share of streams that end early. key: for
-    signatures of requests; None makes a new one. programs: that an Image may name as
-    `process:PROGRAM`.
+    """s3: the folder that stands for S3, or the URL of a server that speaks S3. work: for
+    containers' files and logs, or None for one that goes away. seed: of random choices.
+    duplicate_posts: register adapters twice, since nobody knows that SageMaker does not.
+    broken_streams: the share of streams that end early. key: for signatures of requests; None makes
+    a new one. programs: that an Image may name as `process:PROGRAM`.
     """
 
     port: int = 0
-    s3: Path | None = None
+    s3: Path | str | None = None
     work: Path | None = None
     limits: Limits = Limits()
     region: str = REGION
@@ -83,7 +84,7 @@ class StandIn:
         self._broken_streams = options.broken_streams
         self.control = ControlPlane(
             options.limits,
-            options.s3,
+            Store(options.s3),
             work,
             region=options.region,
             account=options.account,

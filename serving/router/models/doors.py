@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls about this container's models: their list, and SageMaker's multi-model calls."""
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -18,20 +20,40 @@ from serving.router.models.view import OwnModels
 LARGEST = 64 * 1024
 """Maximum bytes of the body of a call."""
 LONGEST_URL = 1024
+PAGE = 100
+"""Maximum models on a page of the list."""
 _BORN = int(time.time())
 
 
 class _Load(msgspec.Struct):
     model_name: str
     url: str
+    synchronous: bool = True
 
 
 _read_load = msgspec.json.Decoder(_Load).decode
 
 
-def listed(models: OwnModels) -> dict[str, Any]:
-    """The answer to GET /models."""
-    return {"models": [described(row) for row in models.rows.values()]}
+def listed(models: OwnModels, request: Request) -> dict[str, Any]:
+    """The answer to GET /models: a page of them, in the order of their names. The token of the next
+    page is the last name of this one. Raises BadRequest.
+    """
+    asked = _query(request)
+    limit, after = asked.get("limit", str(PAGE)), asked.get("next_page_token", "")
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", limit):
+        raise BadRequest(f"limit={limit!r:.100}: should be a number from 1 to {PAGE}", "limit")
+    rest = sorted(name for name in models.rows if name > after)
+    page = rest[: min(int(limit), PAGE)]
+    found: dict[str, Any] = {"models": [described(models.rows[name]) for name in page]}
+    if len(rest) > len(page):
+        found["nextPageToken"] = page[-1]
+    return found
+
+
+def _query(request: Request) -> dict[str, str]:
+    """The parameters in a request's target, each with its last value."""
+    query = request.target.partition(b"?")[2].decode("latin-1")
+    return dict(parse_qsl(query, keep_blank_values=True))
 
 
 def described(row: Row) -> dict[str, Any]:
@@ -76,8 +98,11 @@ def known(models: OwnModels, name: str) -> Row:
     return row
 
 
-async def load(models: OwnModels, request: Request) -> dict[str, Any]:
-    """Load the model that a call names. Returns the answer's body. Raises ServingError."""
+async def load(models: OwnModels, request: Request) -> tuple[int, dict[str, Any]]:
+    """Load the model that a call names, in its body or its query. Returns the answer's status and
+    body: 200 when the model can answer, or, if the call does not want to wait for it, 202. Raises
+    ServingError.
+    """
     if not models.dynamic:
         raise Conflict(
             "models are not registered here: OPTION_MODELS lists them all; set "
@@ -86,7 +111,10 @@ async def load(models: OwnModels, request: Request) -> dict[str, Any]:
     if not request.complete or len(request.body) > LARGEST:
         raise BadRequest(f"the body of this call may have at most {LARGEST} bytes")
     try:
-        asked = _read_load(request.body)
+        if request.body:
+            asked = _read_load(request.body)
+        else:
+            asked = msgspec.convert(_query(request), _Load, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise BadRequest(
             'the body should be like {"model_name": "NAME", "url": "/opt/ml/models/NAME/model"}'
@@ -99,12 +127,14 @@ async def load(models: OwnModels, request: Request) -> dict[str, Any]:
         )
     if len(asked.url) > LONGEST_URL:
         raise BadRequest(f"url: at most {LONGEST_URL} characters", "url")
-    _require_done(await models.call(asked.model_name, asked.url))
-    return {"status": f"Model {asked.model_name!r} is loaded."}
+    answer = await models.call(asked.model_name, asked.url, waits=asked.synchronous)
+    _require_done(answer)
+    told = "is loaded" if answer.status == 200 else "is being loaded"
+    return answer.status, {"status": f"Model {asked.model_name!r} {told}."}
 
 
-async def unload(models: OwnModels, name: str) -> dict[str, Any]:
-    """Unload a model. Returns the answer's body. Raises ServingError."""
+async def unload(models: OwnModels, name: str) -> tuple[int, dict[str, Any]]:
+    """Unload a model. Returns the answer's status and body. Raises ServingError."""
     known(models, name)
     if not models.dynamic:
         raise Conflict(
@@ -112,7 +142,7 @@ async def unload(models: OwnModels, name: str) -> dict[str, Any]:
             "others when they need it"
         )
     _require_done(await models.call(name, None))
-    return {"status": f"Model {name!r} is unloaded."}
+    return 200, {"status": f"Model {name!r} is unloaded."}
 
 
 _RAISED: dict[int, type[ServingError]] = {404: NotFound, 409: Conflict, 507: NoSlot}
@@ -120,5 +150,5 @@ _RAISED: dict[int, type[ServingError]] = {404: NotFound, 409: Conflict, 507: NoS
 
 def _require_done(answer: Answer) -> None:
     """Raise ServingError if a call has failed."""
-    if answer.status != 200:
+    if answer.status not in (200, 202):
         raise _RAISED.get(answer.status, BadRequest)(answer.text)

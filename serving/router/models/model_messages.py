@@ -78,11 +78,14 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call that loads the model of this URL; None unloads it."""
+    """A call that loads the model of this URL; None unloads it. waits: whether the answer comes
+    when the model can answer, not when it begins to start.
+    """
 
     number: int
     name: str
     url: str | None
+    waits: bool = True
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -79,12 +79,12 @@ class OwnModels:
         """The name of the model whose server has an address, or ""."""
         return next((name for name, row in self.rows.items() if row.address == address), "")
 
-    async def call(self, name: str, url: str | None) -> Answer:
+    async def call(self, name: str, url: str | None, *, waits: bool = True) -> Answer:
         """Load a model, or unload it, as Call has it. Returns when that is done."""
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        self._calls.append(Call(number, name, url))
+        self._calls.append(Call(number, name, url, waits))
         try:
             return await answer
         finally:

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from lmi_config.facts import machine
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan.memory import Footprint
 from serving.models import offered
+from tests.serving.models.parts import with_gpu
 from tests.support.models import tiny
 
 GIB = 2**30
@@ -55,6 +57,25 @@ def test_each_model_has_a_plan_of_its_own_and_all_share_the_other_options():
     assert "pinned" in text
     assert "they take turns" in offered.as_text(listed({"a": {}, "b": {}}))
     assert offered.as_json(found)["models"]["b"]["pinned"] is True
+
+
+def test_a_model_on_a_gpu_has_a_size_while_it_sleeps(monkeypatch):
+    look = machine.look
+    monkeypatch.setattr(machine, "look", lambda *it, **more: with_gpu(look(*it, **more), 18))
+    sizes = {"OPTION_KV_CACHE_MEMORY_BYTES": "8G", "OPTION_MODELS_MEMORY": "16G"}
+    found = listed({"a": {"enable_sleep_mode": True}, "b": {}}, **sizes)
+    a, b = found.models
+    assert b.asleep is None
+    assert a.asleep
+    assert (a.awake.gpu - a.asleep.gpu) // GIB == 8
+    weights = a.asleep.host - a.awake.host
+    assert 0 < weights < GIB
+    assert "3.0 GiB of each GPU while it sleeps" in offered.as_text(found)
+    assert offered.as_json(found)["models"]["a"]["asleep"]["gpu"] == a.asleep.gpu
+    assert offered.as_json(found)["models"]["b"]["asleep"] is None
+    tiers = {"enable_sleep_mode": True, "lmcache_auto_config": True, "kv_l1_size": "1G"}
+    (tiered,) = listed({"a": tiers}, **sizes).models
+    assert tiered.asleep is None
 
 
 @pytest.mark.parametrize(

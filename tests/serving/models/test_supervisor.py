@@ -148,6 +148,59 @@ def test_sigterm_refuses_those_that_wait(turns):
 
 
 @pytest.fixture(scope="module")
+def sleepers(tmp_path_factory):
+    """Three models with vLLM's sleep mode, and a GPU for one that runs and two that sleep. The
+    engine of c cannot sleep.
+    """
+    folder = tmp_path_factory.mktemp("sleepers")
+    models = listed(folder, "a", "b", "c")
+    (folder / "c" / "INSOMNIA").touch()
+    sizes = {"OPTION_KV_CACHE_MEMORY_BYTES": "8G", "OPTION_MODELS_MEMORY": "16G", "FAKE_GPU": "18"}
+    with Container(folder, OPTION_ENABLE_SLEEP_MODE="true", **models, **sizes) as it:
+        it.ready(300)
+        yield it
+
+
+def test_a_model_that_makes_room_on_a_gpu_sleeps_and_wakes_up(sleepers):
+    assert sleepers.ask("a").status_code == 200
+    assert sleepers.ask("b").status_code == 200
+    assert sleepers.states() == {"a": "ASLEEP", "b": "READY", "c": "COLD"}
+    both = {it.pid for it in sleepers.servers()}
+    assert len(both) == 2
+    for name, other in ("ab", "ba", "ab"):
+        answer = sleepers.ask(name)
+        assert (answer.status_code, answer.json()["model"]) == (200, name)
+        assert sleepers.states() == {name: "READY", other: "ASLEEP", "c": "COLD"}
+    assert {it.pid for it in sleepers.servers()} == both  # nothing was started for it
+    listed = sleepers.get("/v1/models").json()["data"]
+    assert [it["state"] for it in listed] == ["ready", "asleep", "cold"]
+
+
+def test_a_model_that_dies_asleep_is_started_again(sleepers):
+    assert sleepers.ask("b").status_code == 200
+    (b,) = [it for it in sleepers.servers() if _serves(sleepers, it, "b")]
+    assert sleepers.ask("a").status_code == 200
+    b.kill()
+    until(lambda: sleepers.states()["b"] == "COLD", 60)
+    assert sleepers.ask("b").status_code == 200
+    assert sleepers.states()["a"] == "ASLEEP"
+
+
+def _serves(container, server, name):
+    """Whether a server is that of a model."""
+    port = next(it.laddr.port for it in server.net_connections() if it.status == "LISTEN")
+    lines = [it for it in container.lines() if it.get("model") == name]
+    return any(it.get("port") == port for it in lines)
+
+
+def test_an_engine_that_cannot_sleep_is_stopped(sleepers):
+    assert sleepers.ask("c").status_code == 200
+    assert sleepers.ask("a").status_code == 200
+    assert sleepers.states()["c"] == "COLD"
+    assert "the engine did not sleep" in sleepers.logged()
+
+
+@pytest.fixture(scope="module")
 def multi(tmp_path_factory):
     """SageMaker's multi-model mode."""
     folder = tmp_path_factory.mktemp("multi")
@@ -198,6 +251,50 @@ def test_a_model_that_does_not_start_is_not_loaded(multi):
     assert answer.status_code == 400
     assert "the weights are torn" in answer.text
     assert multi.get("/models").json() == {"models": []}
+
+
+def test_a_call_that_does_not_wait(multi):
+    url = multi.folder / "x" / "model"
+    query = f"model_name=x&synchronous=false&url={url}"
+    assert httpx.post(f"{multi.url}/models?{query}", timeout=60).status_code == 202
+    assert multi.get("/models/x").json()["modelUrl"] == str(url)
+    until(lambda: multi.states() == {"x": "READY"}, 120)
+    assert multi.load("y", multi.folder / "y" / "model").status_code == 507
+    assert multi.unload("x").status_code == 200
+    faulty = {"model_name": "faulty", "url": str(multi.folder / "faulty" / "model")}
+    told = httpx.post(f"{multi.url}/models", json=faulty | {"synchronous": False}, timeout=60)
+    assert told.status_code == 202
+    until(lambda: multi.states() == {}, 120)
+    assert multi.get("/models/faulty").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "code", "kind"),
+    [
+        ("POST", "/models", 400, "BadRequestException"),
+        ("POST", "/models?model_name=z", 400, "BadRequestException"),
+        ("POST", "/models?url=InvalidUrl", 400, "BadRequestException"),  # LMI makes a name of it
+        # LMI: 404 ModelNotFoundException; SageMaker knows 409, 507 and 400 here
+        ("POST", "/models?model_name=z&url=InvalidUrl", 400, "BadRequestException"),
+        ("PUT", "/models", 405, "MethodNotAllowedException"),
+        ("POST", "/models/noop", 405, "MethodNotAllowedException"),
+        ("GET", "/models/InvalidModel", 404, "ResourceNotFoundException"),
+        ("DELETE", "/models/fake", 404, "ResourceNotFoundException"),
+        ("POST", "/models/fake/invoke", 404, None),
+        ("POST", "/predictions/fake", 404, None),
+        # LMI scales its workers: 404 for a model that is not there
+        ("PUT", "/models/fake", 405, "MethodNotAllowedException"),
+        ("GET", "/InvalidUrl", 404, None),
+    ],
+)
+def test_refusals_are_those_of_lmi(multi, method, target, code, kind):
+    """The calls of LMI's own tests of its management API, with the codes that these expect."""
+    answer = httpx.request(method, multi.url + target, timeout=60)
+    assert answer.status_code == code
+    if kind:
+        found = answer.json()
+        assert (found["code"], found["type"]) == (code, kind)
+        assert found["message"]
 
 
 @pytest.mark.parametrize(

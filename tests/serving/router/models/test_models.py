@@ -240,6 +240,33 @@ async def test_only_an_admin_key_may_load_models(tmp_path, keyed):
         assert (await loads).status_code == 507
 
 
+async def test_the_list_of_models_has_pages(own):
+    for name in "dc":
+        own.boss.rows[name] = Row(name, f"/{name}", "cold", "127.0.0.1:1", False, False, "")
+    own.boss.tell()
+    await until_async(lambda: len(own.router._models.rows) == 4)
+
+    async def page(query):
+        found = (await own.client.get(f"/models?{query}")).json()
+        return [it["modelName"] for it in found["models"]], found.get("nextPageToken")
+
+    assert await page("") == (["a", "b", "c", "d"], None)
+    assert await page("limit=4") == (["a", "b", "c", "d"], None)
+    assert await page("limit=1000") == (["a", "b", "c", "d"], None)
+    names, token = await page("limit=2")
+    assert names == ["a", "b"]
+    del own.boss.rows["a"], own.boss.rows["b"]  # no model is left out for it
+    own.boss.tell()
+    await until_async(lambda: len(own.router._models.rows) == 2)
+    assert await page(f"limit=1&next_page_token={token}") == (["c"], "c")
+    assert await page("next_page_token=c") == (["d"], None)
+    assert await page("next_page_token=z") == ([], None)
+    for limit in ("0", "-1", "x", ""):
+        answer = await own.client.get(f"/models?limit={limit}")
+        assert answer.status_code == 400
+        assert f"limit={limit!r}" in answer.json()["message"]
+
+
 async def test_when_the_supervisor_is_gone_calls_are_answered(tmp_path):
     async with serving(tmp_path, dynamic=True) as it:
         unloads = asyncio.create_task(it.client.delete("/models/a", timeout=60))
@@ -250,6 +277,24 @@ async def test_when_the_supervisor_is_gone_calls_are_answered(tmp_path):
         await until_async(lambda: len(it.boss.calls) == 2)  # the router connects again
         it.boss.tell(Answer(it.boss.calls[1].number, 200, ""))
         assert (await loads).status_code == 200
+
+
+async def test_requests_for_one_model_leave_room_for_those_of_another(tmp_path, monkeypatch):
+    monkeypatch.setattr("serving.router.router.MOST_HELD", 4)
+    async with serving(tmp_path) as it:
+        for_a = [ask(it, "a") for _ in range(4)]
+        await until_async(lambda: it.boss.work("a") and it.boss.work("a").waiting == 4)
+        assert (await ask(it, "a")).status_code == 503
+        for_b = [ask(it, "b") for _ in range(2)]
+        await until_async(lambda: it.boss.work("b").waiting == 2)
+        assert it.boss.work("a").waiting == 2
+        assert (await ask(it, "b")).status_code == 503  # each has its half
+        refused = [(await one).status_code for one in for_a if one.done()]
+        assert refused == [503, 503]
+        await ready(it, "a")
+        await ready(it, "b")
+        answers = [await one for one in (*for_a, *for_b)]
+        assert sorted(one.status_code for one in answers) == [200] * 4 + [503] * 2
 
 
 async def test_a_drain_refuses_those_that_wait(own):
