@@ -26,9 +26,12 @@ import resource
 import socket
 import struct
 import sys
+import threading
 import traceback
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +52,8 @@ WINDOW = 256 * 1024
 """Most bytes in flight of one answer's parts."""
 TOOLKIT = ("model_fn", "input_fn", "predict_fn", "output_fn", "transform_fn")
 """The functions of SageMaker's inference toolkit. Nothing here calls them."""
+CANCELLED = "it was cancelled"
+HERE = Path(__file__).parent
 RAW = ("image/", "audio/", "tensor/", "application/x-npy")
 """Prefixes of content types that only an input formatter or a handler reads."""
 LENGTH = struct.Struct("<I")
@@ -133,6 +138,90 @@ class Lazy:
         return len(self._get())
 
 
+class _Threads:
+    """Runs functions in threads, up to THREADS at once.
+
+    A thread that is free takes one waiting function after the other. Another thread is woken only
+    while functions wait, in case the first one blocks. So many short functions need few switches
+    of threads.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._pool.submit(int)  # so that there is a thread, even if no memory is left for another
+        self._lock = threading.Lock()
+        self._jobs: deque[_Job] = deque()
+        self._woken = False
+        """Whether a thread has been woken that has not looked for a function yet."""
+        self._done: deque[tuple[_Job, Any, BaseException | None]] = deque()
+        self._told = False
+        """Whether the event loop has been told of results."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def add(self, function: Callable[[], Any], on_done: "_OnDone") -> "_Job":
+        """Run a function. on_done: gets its result, and its exception or None, on the event loop
+        that runs now.
+        """
+        self._loop = asyncio.get_running_loop()
+        job = _Job(function, on_done)
+        with self._lock:
+            self._jobs.append(job)
+            self._wake()
+        return job
+
+    def withdraw(self, job: "_Job") -> bool:
+        """Forget a function that no thread has begun. Returns whether it could."""
+        with self._lock:
+            if job not in self._jobs:
+                return False
+            self._jobs.remove(job)
+            return True
+
+    def _wake(self) -> None:
+        if self._jobs and not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # there may be no memory for one thread more
+                self._pool.submit(self._run)
+
+    def _run(self) -> None:
+        arrives = True
+        while True:
+            with self._lock:
+                if arrives:
+                    self._woken = arrives = False
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._wake()
+            result, failure = None, None
+            try:
+                result = job.function()
+            except BaseException as error:
+                failure = error.with_traceback(None)  # its frames may hold much memory
+            self._done.append((job, result, failure))
+            if not self._told:
+                self._told = True
+                assert self._loop
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._told = False  # before it looks, so that no result is missed
+        while self._done:
+            job, result, failure = self._done.popleft()
+            job.on_done(result, failure)
+
+
+_OnDone = Callable[[Any, BaseException | None], None]
+
+
+@dataclass(eq=False)
+class _Job:
+    """A function that is to run in a thread."""
+
+    function: Callable[[], Any]
+    on_done: _OnDone
+
+
 class Code:
     """The functions of a loaded file. Raises Fault if one of them would never be called."""
 
@@ -141,7 +230,7 @@ class Code:
     ) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(THREADS)
+        self._threads = _Threads()
         handle = getattr(module, "handle", None)
         called = callable(handle) and not inspect.isgeneratorfunction(handle) and not of_adapter
         self.functions: dict[str, Callable[..., Any]] = {
@@ -179,38 +268,46 @@ class Code:
             if not isinstance(result, dict):
                 raise Fault(_returned("input_formatter", result, "a dict"))
         elif what == What.CHUNKS:
-            yield Kind.DONE, msgspec.msgpack.encode(await self._formatted(data))
+            yield Kind.DONE, await self._formatted(data)
             return
         else:
             result = await self._called("output", Response(json.loads(data)))
         yield Kind.DONE, _encoded("the formatter", result)
 
-    async def _formatted(self, events: list[bytes]) -> Formatted:
-        """Runs one after the other; a sync function runs in a single visit to a thread."""
+    def format_soon(self, events: list[bytes], on_done: "_OnDone") -> "_Job | None":
+        """Format a stream's events in a thread, one after the other. on_done: gets the packed
+        Formatted. Returns None for an async formatter, which answer() calls.
+        """
         function = self.functions["output"]
-        texts = [event.decode() for event in events]
+        if inspect.iscoroutinefunction(function):
+            return None
+
+        def run() -> bytes:
+            results: list[Any] = []
+            fault: str | None = None
+            try:
+                for event in events:
+                    results.append(function(event.decode()))
+            except BaseException as error:
+                fault = told(error, self._folder)
+            return _packed(results, fault)
+
+        return self._threads.add(run, on_done)
+
+    def withdraw(self, job: "_Job") -> bool:
+        """Forget a function that no thread has begun. Returns whether it could."""
+        return self._threads.withdraw(job)
+
+    async def _formatted(self, events: list[bytes]) -> bytes:
+        """Format a stream's events with an async formatter. Returns the packed Formatted."""
         results: list[Any] = []
         fault: str | None = None
-
-        def each() -> None:
-            for text in texts:
-                results.append(function(text))
-
         try:
-            if inspect.iscoroutinefunction(function):
-                for text in texts:
-                    results.append(await self._called("output", text))
-            else:
-                await self._in_thread(each)
+            for event in events:
+                results.append(await self._called("output", event.decode()))
         except Fault as error:
             fault = str(error)
-        done: list[bytes] = []
-        try:
-            for result in results:
-                done.append(_encoded("the formatter", result))
-        except Fault as error:
-            fault = str(error)
-        return done, fault
+        return _packed(results, fault)
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
         function = self.functions[name]
@@ -225,6 +322,8 @@ class Code:
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a sync function of the user's. Raises Fault."""
+        done: asyncio.Future[tuple[Any, BaseException | None]]
+        done = asyncio.get_running_loop().create_future()
 
         def run() -> Any:
             try:
@@ -232,12 +331,15 @@ class Code:
             except BaseException as error:  # a future refuses some exceptions, like StopIteration
                 raise Fault(told(error, self._folder)) from None
 
-        job = self._threads.submit(run)
+        job = self._threads.add(run, lambda *outcome: done.set_result(outcome))
         try:
-            return await asyncio.wrap_future(job)
+            result, failure = await asyncio.shield(done)
         finally:
-            if job.running():  # it was cancelled, but a thread cannot be ended from outside
-                await asyncio.wait([asyncio.wrap_future(job)])
+            if not done.done() and not self._threads.withdraw(job):
+                await asyncio.wait([done])  # it was cancelled, but a thread cannot be ended
+        if failure:
+            raise failure
+        return result
 
     async def _began(self, properties: Mapping[str, str], initial: Initial) -> bytes | None:
         """Make the initial call, if there is a handler. Returns the data of INIT's DONE.
@@ -413,6 +515,18 @@ def _payload(body: bytes, content_type: str) -> dict[str, Any]:
     return payload
 
 
+def _packed(results: list[Any], fault: str | None) -> bytes:
+    """Return Formatted in msgpack. fault: why results are missing, or None."""
+    done: list[bytes] = []
+    try:
+        for result in results:
+            done.append(_encoded("the formatter", result))
+    except Fault as error:
+        fault = str(error)
+    formatted: Formatted = done, fault
+    return msgspec.msgpack.encode(formatted)
+
+
 def _encoded(what: str, result: Any) -> bytes:
     known = isinstance(result, str | bytes | dict | list) or hasattr(result, "model_dump_json")
     if not known:
@@ -511,9 +625,24 @@ async def serve(connection: socket.socket, code: Code) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: dict[int, asyncio.Task[None]] = {}
     windows: dict[int, _Window] = {}
+    jobs: dict[int, _Job] = {}
+    """The calls that format events in a thread."""
+    formatted: list[bytes] = []
+    """Their answers, which are written together."""
 
     def send(call: int, kind: Kind, data: Any) -> None:
         writer.write(framed((call, kind, data)))
+
+    def write_formatted() -> None:
+        writer.write(b"".join(formatted))
+        formatted.clear()
+
+    def take(call: int, result: bytes, failure: BaseException | None) -> None:
+        del jobs[call]
+        if not formatted:
+            loop.call_soon(write_formatted)
+        answer = (Kind.FAILED, told(failure, HERE)) if failure else (Kind.DONE, result)
+        formatted.append(framed((call, *answer)))
 
     async def answer(call: int, what: str, data: Any) -> None:
         try:
@@ -526,12 +655,12 @@ async def serve(connection: socket.socket, code: Code) -> None:
         except Fault as fault:
             send(call, Kind.FAILED, str(fault))
         except Exception as error:
-            send(call, Kind.FAILED, told(error, Path(__file__).parent))
+            send(call, Kind.FAILED, told(error, HERE))
 
     def end(call: int, task: asyncio.Task[None]) -> None:
         del tasks[call], windows[call]
         if task.cancelled():
-            send(call, Kind.FAILED, "it was cancelled")
+            send(call, Kind.FAILED, CANCELLED)
         elif task.exception():  # no memory was left to send the failure, or the server has gone
             os._exit(1)
 
@@ -550,9 +679,16 @@ async def serve(connection: socket.socket, code: Code) -> None:
             if call in tasks:
                 send(call, Kind.HEARD, None)
                 tasks[call].cancel()
+            elif call in jobs:  # what a thread has begun cannot be ended
+                send(call, Kind.HEARD, None)
+                if code.withdraw(jobs[call]):
+                    del jobs[call]
+                    send(call, Kind.FAILED, CANCELLED)
         elif what == What.MORE:
             if call in windows:
                 windows[call].give(data)
+        elif what == What.CHUNKS and (job := code.format_soon(data, functools.partial(take, call))):
+            jobs[call] = job
         else:
             windows[call] = _Window()
             task = tasks[call] = asyncio.create_task(answer(call, what, data))

@@ -28,7 +28,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -299,12 +299,12 @@ class UserCode:
         """calls: the number of calls of the user's function."""
         limit = calls * self._limits.formatter_s
         for last in (False, True):
-            answers = (await self._ready_process()).call(what, data, limit)
+            process = await self._ready_process()
             try:
-                async with asyncio.timeout(limit), contextlib.aclosing(answers):
-                    _, result = await anext(answers)
+                async with asyncio.timeout(limit):
+                    result = await process.ask(what, data, limit)
                 self._losses = 0
-                return bytes(result or b"")
+                return result or b""
             except TimeoutError:
                 raise _too_long(what, limit) from None
             except _NotBegun as error:
@@ -462,7 +462,10 @@ class _NotBegun(Exception):
     """The process ended before it began the call. The message says why the process ended."""
 
 
-@dataclass(eq=False)
+_Take = Callable[[tuple[Kind, Any] | Exception], None]
+
+
+@dataclass(eq=False, slots=True)
 class _Call:
     """A call that a process has not answered yet."""
 
@@ -470,7 +473,8 @@ class _Call:
     limit: float
     active: float | None
     """When it began, or its last part arrived; None while it has not begun."""
-    answers: "asyncio.Queue[tuple[Kind, Any] | Exception]" = field(default_factory=asyncio.Queue)
+    take: _Take
+    """Gets the parts of its answer, or the exception that ends it."""
     abandoned: bool = False
     """It is cancelled: the process was sent its cancellation."""
     acknowledged: bool = False
@@ -515,6 +519,7 @@ class _Process:
         self._numbers = itertools.count(1)
         self._latest = 0
         self._calls: dict[int, _Call] = {}
+        self._unsent: list[bytes] = []
         # Its state
         self.functions: frozenset[str] = frozenset()
         self.alone = False
@@ -553,10 +558,8 @@ class _Process:
 
         Raises UserCodeFailed, and InitialCallFailed if the process ends.
         """
-        data = properties, initial
         try:
-            async with contextlib.aclosing(self.call(What.INIT, data, 0)) as answers:
-                _, result = await anext(answers)
+            result = await self.ask(What.INIT, (properties, initial), 0)
         except (_NotBegun, UserCodeFailed) as error:
             if not self.ended:
                 raise
@@ -570,24 +573,37 @@ class _Process:
         """Wait until no call may block the process, or the process has ended."""
         await self._responsive.wait()
 
+    async def ask(self, what: What, data: Any, limit: float) -> bytes | None:
+        """Call a function whose answer is one result. limit: as call() has it. Raises _NotBegun and
+        UserCodeFailed.
+        """
+        result: asyncio.Future[tuple[Kind, Any] | Exception]
+        result = asyncio.get_running_loop().create_future()
+
+        def take(answer: tuple[Kind, Any] | Exception) -> None:
+            if not result.done():
+                result.set_result(answer)
+
+        with self._begun(what, data, limit, take):
+            answer = await result
+        if isinstance(answer, Exception):
+            raise answer
+        found: bytes | None = answer[1]
+        return found
+
     async def call(
         self, what: What, data: Any, limit: float
     ) -> AsyncGenerator[tuple[Kind, Any], None]:
-        """Call a function. Yields the parts of its answer; DONE is the last.
+        """Call a function whose answer has parts. Yields them; DONE is the last.
 
         limit: seconds that it may take, which the caller enforces. Raises _NotBegun and
         UserCodeFailed.
         """
-        if self.ended:
-            raise _NotBegun(_DIED)
-        self._latest = number = next(self._numbers)
-        call = _Call(what, limit, None if what == What.HANDLE else self._now())
-        self._calls[number] = call
-        self._send(number, what, data)
+        answers: asyncio.Queue[tuple[Kind, Any] | Exception] = asyncio.Queue()
         used = 0
-        try:
+        with self._begun(what, data, limit, answers.put_nowait) as number:
             while True:
-                answer = await call.answers.get()
+                answer = await answers.get()
                 if isinstance(answer, Exception):
                     raise answer
                 yield answer
@@ -599,6 +615,18 @@ class _Process:
                 if used >= WINDOW // 2:
                     self._send(number, What.MORE, used)
                     used = 0
+
+    @contextlib.contextmanager
+    def _begun(self, what: What, data: Any, limit: float, take: _Take) -> Iterator[int]:
+        """Begin a call, and yield its number. It is cancelled if it has not ended in the block."""
+        if self.ended:
+            raise _NotBegun(_DIED)
+        self._latest = number = next(self._numbers)
+        call = _Call(what, limit, None if what == What.HANDLE else self._now(), take)
+        self._calls[number] = call
+        self._send(number, what, data)
+        try:
+            yield number
         finally:
             if number in self._calls:
                 self._abandon(number, call)
@@ -626,8 +654,15 @@ class _Process:
         self._printed.close()
 
     def _send(self, number: int, what: What, data: Any) -> None:
+        """Send a frame, together with the others of this iteration of the event loop."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unsent.append(framed((number, what, data)))
+
+    def _write(self) -> None:
+        frames, self._unsent = self._unsent, []
         if not self.ended:
-            self._writer.write(framed((number, what, data)))
+            self._writer.write(b"".join(frames))
 
     def _abandon(self, number: int, call: _Call) -> None:
         """Cancel a call that its caller no longer waits for."""
@@ -660,9 +695,11 @@ class _Process:
         call = self._calls.pop(number)
         if call.timer:
             call.timer.cancel()
-        call.answers.put_nowait(answer)
-        self._update_responsive()
-        self._end_if_retired()
+        call.take(answer)
+        if call.abandoned:
+            self._update_responsive()
+        if self._retires:
+            self._end_if_retired()
 
     def _update_responsive(self) -> None:
         if self.ended or not any(call.may_block for call in self._calls.values()):
@@ -771,7 +808,7 @@ class _Process:
                     if not call.timer:
                         self._watch(call)
                 elif kind != Kind.BEGUN:
-                    call.answers.put_nowait((kind, answer))
+                    call.take((kind, answer))
             case _:
                 return False
         return True

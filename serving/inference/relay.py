@@ -51,8 +51,8 @@ WINDOW = 64
 
 
 class _Formatting:
-    """Passes a stream's events through an output formatter in order. If events arrive faster than
-    it formats them, one call gets several.
+    """Passes a stream's events through an output formatter in order. The events that arrive during
+    a call of the formatter go together to its next call.
 
     write: takes the formatted events.
     """
@@ -70,11 +70,19 @@ class _Formatting:
         self._fewer = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def put(self, events: list[bytes]) -> None:
-        """Queue events for the formatter. Back-pressure: wait while more than WINDOW are queued."""
+    def takes(self) -> bool:
+        """Whether add() may be called now."""
+        return len(self._pending) < WINDOW
+
+    def add(self, events: list[bytes]) -> None:
+        """Queue events for the formatter."""
         self._pending += events
         if self._pending and (not self._task or self._task.done()):
             self._task = asyncio.create_task(self._run())
+
+    async def put(self, events: list[bytes]) -> None:
+        """Queue events for the formatter. Back-pressure: wait while more than WINDOW are queued."""
+        self.add(events)
         while len(self._pending) > WINDOW and not self._cancellation.cause:
             self._fewer.clear()
             await self._fewer.wait()
@@ -198,8 +206,7 @@ class Relay:
         if self._cancellation.cause:
             return
         if self._formatting:
-            events = [b"data: %b\n\n" % data for data in _data(self._public(event))]
-            await self._formatting.put(events)
+            await self._formatting.put(self._events(event))
         elif body := self._rendered(self._framed, event):
             await self._send_body(body, more=True)
 
@@ -210,16 +217,16 @@ class Relay:
             await self._send_body(body, more=True)
 
     def takes(self) -> bool:
-        return (
-            self._state is State.STREAMING
-            and self._head is None
-            and self._formatter is None
-            and not self._cancellation.cause
-            and self._writer.takes()
-        )
+        if self._state is not State.STREAMING or self._cancellation.cause:
+            return False
+        if self._formatting:
+            return self._formatting.takes()
+        return self._head is None and self._writer.takes()
 
     def write(self, event: bytes) -> None:
-        if self._passthrough and not self._names:
+        if self._formatting:
+            self._formatting.add(self._events(event))
+        elif self._passthrough and not self._names:
             self._writer.write(event)
         elif body := self._rendered(self._framed, event):
             self._writer.write(body)
@@ -263,8 +270,16 @@ class Relay:
         _, before, after = self._framing
         return b"".join([before + line + after for line in self._steps.step(step)])
 
+    def _events(self, event: bytes) -> list[bytes]:
+        """Return what an output formatter gets of one of the engine's events."""
+        return [b"data: %b\n\n" % data for data in _data(self._public(event))]
+
     async def _write_formatted(self, texts: list[bytes]) -> None:
-        if body := b"".join(self._framing.text(text) for text in texts if text):
+        if not (body := b"".join([self._framing.text(text) for text in texts if text])):
+            return
+        if self._head is None and self._writer.takes():
+            self._writer.write(body)
+        else:
             await self._send_body(body, more=True)
 
     def _public(self, part: bytes) -> bytes:

@@ -116,17 +116,24 @@ async def test_who_is_blamed_for_a_stream_that_breaks_off(caplog, begun, last, m
 
 
 class Counted:
-    """Streams this number of events, and counts those that were taken."""
+    """Streams this number of events, and counts those that were taken, and those of them that it
+    wrote without waiting. A few come at once, as in vLLM's steps.
+    """
 
     def __init__(self, events):
         self.events = events
-        self.taken, self.ended = 0, False
+        self.taken, self.written, self.ended = 0, 0, False
 
     async def __call__(self, call, sink, usage):
         sink.stream()
         try:
             for number in range(self.events):
-                await sink.event(b'data: {"n": %d}\n\n' % number)
+                event = b'data: {"n": %d}\n\n' % number
+                if number % 3 and sink.takes():
+                    sink.write(event)
+                    self.written += 1
+                else:
+                    await sink.event(event)
                 self.taken += 1
             await sink.end()
         finally:
@@ -143,12 +150,34 @@ async def test_an_output_formatter_gets_events_in_order_and_holds_a_bounded_numb
         await until_async(lambda: engine.taken >= WINDOW)
         await asyncio.sleep(0.2)  # it could go on, if it did not wait
         assert engine.taken <= WINDOW + AT_ONCE + 2
+        assert 0 < engine.written < engine.taken
         assert held.calls == 1
         held.go()
         answer = await answering
     assert answer.headers["x-slipway-formatted"] == "true"
     lines = answer.text.split()
     assert lines == [it for number in range(events) for it in ("data:", '{"n":', f"{number}}}")]
+
+
+TOGETHER = """
+import threading
+from djl_python.output_formatter import output_formatter
+
+together = threading.Barrier(4, timeout=20)
+
+@output_formatter
+def render(output):
+    together.wait()
+    return output
+"""
+
+
+async def test_streams_do_not_wait_for_each_others_formatter(tmp_path):
+    async with running() as served, coded(served, tmp_path, TOGETHER):
+        answer_with(served, Counted(1))
+        answers = [served.invoke({"prompt": "a", "stream": True}) for _ in range(4)]
+        found = await asyncio.gather(*answers)
+    assert {it.text.strip() for it in found} == {'data: {"n": 0}'}
 
 
 async def test_an_output_formatter_that_stalls_with_a_full_window_ends_the_request(tmp_path):
