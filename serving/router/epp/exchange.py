@@ -118,6 +118,11 @@ class Exchange:
         self._usage = UsageReader()
         self._trace: Span | None = None
 
+    @property
+    def over(self) -> bool:
+        """Whether the gateway has heard all there is to say."""
+        return self._failed or self._finished
+
     async def responses(
         self, incoming: AsyncIterator[pb.ProcessingRequest], stream: Stream
     ) -> AsyncGenerator[pb.ProcessingResponse]:

@@ -31,6 +31,11 @@ STREAMS = ROUTED
 """Requests that are picked for or answered at once, as many as a router has connections."""
 WATCHES = 64
 """Streams of health and reflection."""
+RESET_S = 0.1
+"""Seconds after the last message until the peer has reset its stream, if it does. gRPC never frees
+what it has allocated for a status that it cannot send
+(https://github.com/grpc/grpc/issues/43360).
+"""
 WRITE_S = 5.0
 """For the last answer on a stream that is let go."""
 OPTIONS = (
@@ -110,10 +115,13 @@ class EndpointPicker:
         self, incoming: AsyncIterator[pb.ProcessingRequest], context: Any
     ) -> AsyncGenerator[pb.ProcessingResponse]:
         stream = self._streams.open()
+        exchange = Exchange(self._picking)
         try:
-            async with aclosing(Exchange(self._picking).responses(incoming, stream)) as responses:
+            async with aclosing(exchange.responses(_whole_reads(incoming), stream)) as responses:
                 async for response in responses:
                     yield response
+            if not exchange.over:
+                await asyncio.sleep(RESET_S)  # a reset of the stream cancels this
         except Misused as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Evicted:
@@ -128,6 +136,20 @@ class EndpointPicker:
             await context.abort(grpc.StatusCode.INTERNAL, "picking an endpoint failed")
         finally:
             stream.close()
+
+
+async def _whole_reads(
+    incoming: AsyncIterator[pb.ProcessingRequest],
+) -> AsyncGenerator[pb.ProcessingRequest]:
+    """Yield the messages. A read that its reader does not wait for any more ends with its stream:
+    gRPC never frees what it has allocated for a cancelled read.
+    """
+    while message := await asyncio.shield(_read(incoming)):
+        yield message
+
+
+async def _read(incoming: AsyncIterator[pb.ProcessingRequest]) -> pb.ProcessingRequest | None:
+    return await anext(incoming, None)
 
 
 class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 
 import grpc
 import pytest
@@ -21,6 +22,7 @@ from tests.fuzzing import examples
 from tests.serving.access.test_access import SECRET, bearer, written
 from tests.serving.router.conftest import routing
 from tests.support.harness import ports
+from tests.support.harness.process import ROOT
 from tests.support.harness.wait import until_async
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -317,3 +319,64 @@ async def test_a_message_has_a_limit():
         _, code = await peer.say(headed(), body(b"x" * 5_000_000))
         assert code.name == "RESOURCE_EXHAUSTED"
         await peer.at_rest()
+
+
+IN_USE = """
+import asyncio, ctypes, gc, sys
+from tests.serving.router.epp.test_hostile import picking
+
+class Info(ctypes.Structure):
+    _fields_ = [(f"field{n}", ctypes.c_size_t) for n in range(10)]
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Info
+
+async def main():
+    async with picking() as peer:
+        print(peer.port, flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            gc.collect()
+            print(mallinfo2().field7, flush=True)
+
+asyncio.run(main())
+"""
+"""Prints the picker's port, and for each line the bytes that its process has allocated in C."""
+RESETS = 1000
+
+
+@pytest.mark.parametrize("said", [(), (headed(), body())], ids=["silent", "asks"])
+async def test_a_stream_that_is_reset_leaves_nothing_allocated(said):
+    """gRPC itself would leave 80 bytes for each operation that was cancelled or has failed."""
+    command = (sys.executable, "-c", IN_USE)
+    pipe = asyncio.subprocess.PIPE
+    picker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe)
+    try:
+        peer = Peer(None, int(await picker.stdout.readline()))
+
+        async def in_use():
+            picker.stdin.write(b"\n")
+            return int(await picker.stdout.readline())
+
+        async def reset(count):
+            for _ in range(count // 100):
+                calls = [peer.open() for _ in range(100)]
+                for call in calls:
+                    for message in said:
+                        await call.write(message)
+                    if said:
+                        await call.read()
+                    else:
+                        await call.wait_for_connection()
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*(it.code() for it in calls))
+            await asyncio.sleep(1)
+
+        await reset(300)
+        before = await in_use()
+        await reset(RESETS)
+        assert await in_use() - before < 40 * RESETS
+    finally:
+        picker.kill()
+        await picker.wait()
+        await peer.channel.close()
