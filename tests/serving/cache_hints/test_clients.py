@@ -23,9 +23,7 @@ def of(number: int) -> str:
 
 def claude(session: str, parent: str = "", marked: int = 300) -> CacheIntent:
     ignored = () if marked else ("cache_control",)
-    return CacheIntent(
-        session=session, parent=parent, seconds=1800, marked=marked, ignored=ignored
-    )
+    return CacheIntent(session=session, parent=parent, seconds=1800, marked=marked, ignored=ignored)
 
 
 def codex(session: str, parent: str = "") -> CacheIntent:
@@ -126,10 +124,6 @@ async def test_route_passes_the_request_on_and_reads_the_same(router, sent):
     read = RequestReader("prefixaware", None, ()).read
     found = read(headers, json.dumps(sent.body).encode(), sent.path.encode()).intent
     assert found == CacheIntent(
-        **{
-            name: getattr(expected, name)
-            for name in expected.__struct_fields__
-            if name != "taken"
-        },
+        **{name: getattr(expected, name) for name in expected.__struct_fields__ if name != "taken"},
         taken=found.taken,
     )
