@@ -3,11 +3,19 @@
 
 Sources: Codex's serialisation of requests (openai/codex, codex-rs: codex-api/src/common.rs,
 protocol/src/models.rs, tools/src/tool_spec.rs), and the requests of Claude Code 2.1.
+
+sent() has requests that released clients have sent.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CLIENTS = Path(__file__).parent / "serving" / "cache_hints" / "clients"
+"""A file for each client: its name, version and command, and what it sent. CONTRIBUTING.md says how
+it was recorded.
+"""
 
 WHERE = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
 """The only tool call that the model can make."""
@@ -34,6 +42,30 @@ CLAUDE_HEADERS = {
 CLAUDE_PATH = "/v1/messages?beta=true"
 
 Turns = list[Mapping[str, Any]]
+
+
+class Sent(NamedTuple):
+    """A request of a released client. client: the file's name. what: the turn of the conversation
+    that it is.
+    """
+
+    client: str
+    what: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.client}: {self.what}"
+
+
+def sent() -> list[Sent]:
+    """All requests of released clients."""
+    return [
+        Sent(client=file.stem, **request)
+        for file in sorted(CLIENTS.glob("*.json"))
+        for request in json.loads(file.read_text())["requests"]
+    ]
 
 
 def codex(task: str, *further: Mapping[str, Any], **more: Any) -> dict[str, Any]:

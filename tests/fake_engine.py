@@ -216,7 +216,7 @@ class FakeEngine:
         templates = (body, body.get("chat_template_kwargs") or {})
         if any("chat_template" in it for it in templates):
             raise refused(400, "Chat template is passed with request, but …", call)
-        parts = [it for message in body.get("messages", ()) for it in message["content"]]
+        parts = [it for message in body.get("messages", ()) for it in message["content"] or ()]
         if any(isinstance(it, dict) and it["type"] != "text" for it in parts):
             raise refused(400, "it is not a multimodal model", call)
         self.bodies.append(body)

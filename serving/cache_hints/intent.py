@@ -5,8 +5,8 @@ Clients say it in many ways; docs/guides/agents.md lists them. Their fields are 
 nothing. A field with an unknown value is therefore ignored and named, and is never an error.
 
 Sources: anthropic 2.11.0 and openai 3.52.0 (types of requests), vLLM 0.32 (`session_id`), Dynamo
-1.0 to 1.6 (`nvext`, headers of agents), NeMo Agent Toolkit 1.6 (`nvext`), vLLM's proposal
-`agent_hint`.
+1.0 to 1.6 (`nvext`, headers of agents), NeMo Agent Toolkit 1.6 and 1.9 (`nvext`), vLLM's proposal
+`agent_hint`. tests/serving/cache_hints/clients has what released clients send.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ MOST_S = 86_400
 _LARGEST = 4096
 """Most bytes of a hint's value."""
 _LONGEST = 31_536_000  # a year, which Dynamo takes at most
-_MOST_TOKENS = 2**31
+_LARGEST_PRIORITY = 2**31
 _OPENAIS_S = 1800  # by OpenAI's documentation, without a ttl
 _TTL = re.compile(r"([0-9]{1,7})([smh])")
 T = TypeVar("T")
@@ -55,8 +55,9 @@ _CLOSE = "CLOSE"
 _SESSION_KEY = "OPTION_SESSION_KEY"
 _HINTS = "nvext.agent_hints"
 _HINT = f"{_HINTS}."
+_PRIORITY = f"{_HINT}priority"
 _WITHOUT_EFFECT = (
-    *("strict_priority", "speculative_prefill", "latency_sensitivity"),
+    *("osl", "strict_priority", "speculative_prefill", "latency_sensitivity"),
     *("prefix_id", "total_requests", "iat"),
 )
 """Keys of `nvext.agent_hints` of Dynamo's and NeMo Agent Toolkit's that have no effect here."""
@@ -68,7 +69,7 @@ FIELDS = (
     *(_SESSION_KEY, "session_id", "requestType"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     *(marks.MARK, marks.BREAKPOINT, documents.CONSENT),
-    *(_HINT + it for it in ("priority", "osl", "final", *_WITHOUT_EFFECT)),
+    *(_HINT + it for it in ("priority", "final", *_WITHOUT_EFFECT)),
     *("nvext", "nvext.agent_hints", "nvext.cache_control", "nvext.session_control", "agent_hint"),
 )
 """The fields that are read, by the names that series have. No other name occurs."""
@@ -105,10 +106,9 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
     bucket: a digest of `prompt_cache_key`, which many conversations may share. seconds: how long
     the KV of the whole prompt stays useful after this request; 0 if no field names a lifetime.
     marked: the same, only by marks of `cache_control` at the prompt's end. low: whether the KV is
-    worth less than that of others. final: whether no further turn will come. output: the expected
-    tokens of the answer, 0 if unknown. any_order: whether the server may order the documents.
-    taken, ignored: the fields that were understood, and those that were not or have no effect, by
-    their names in FIELDS.
+    worth less than that of others. final: whether no further turn will come. any_order: whether the
+    server may order the documents. taken, ignored: the fields that were understood, and those that
+    were not or have no effect, by their names in FIELDS.
     """
 
     session: str = ""
@@ -118,7 +118,6 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
     marked: int = 0
     low: bool = False
     final: bool = False
-    output: int = 0
     any_order: bool = False
     taken: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -250,9 +249,8 @@ class _Reading:
             bucket=self._named("prompt_cache_key", bucket),
             seconds=min(max(lifetimes), MOST_S),
             marked=min(marked, MOST_S),
-            low=low or unused or self._number(hints, "priority", -_MOST_TOKENS) < 0,
+            low=low or unused or self._priority(hints) < 0,
             final=self._final(hints),
-            output=self._number(hints, "osl", 0),
             any_order=self._any_order(),
             taken=tuple(self._taken),
             ignored=tuple(self._ignored),
@@ -325,12 +323,12 @@ class _Reading:
         """Return the lifetimes by marks of `cache_control` and by all others that reach the
         prompt's end, and whether the client wants nothing kept.
         """
-        keys, found = self._keys, {}
+        keys, found = self._keys, dict[str, list[msgspec.Raw]]()
         if self._body is not None:
             found = marks.read(keys.messages or keys.input, (keys.system, keys.tools), self._body)
-        marked = self._longest(found, marks.MARK, USUAL_S)
         if own := keys.cache_control:  # moves on to the prompt's end
-            marked = max(marked, self._lifetime(marks.MARK, self._value(marks.MARK, own), USUAL_S))
+            found[marks.MARK] = [*found.get(marks.MARK, ()), own]
+        marked = self._longest(found, marks.MARK, USUAL_S)
         kept = self._longest(found, marks.BREAKPOINT, _OPENAIS_S)
         options, unused = self._value("prompt_cache_options", keys.prompt_cache_options), False
         if isinstance(options, dict) and options.get("mode") == "explicit":
@@ -409,17 +407,14 @@ class _Reading:
             self._ignored.append(field)
             return None
 
-    def _number(self, hints: "_Hints | None", key: str, least: int) -> int:
-        """Return the whole number of a hint, 0 without one."""
-        if hints is None or not (raw := getattr(hints, key)):
+    def _priority(self, hints: "_Hints | None") -> int:
+        """Return Dynamo's priority, 0 without one. Higher is more important."""
+        if hints is None or (value := self._value(_PRIORITY, hints.priority)) is None:
             return 0
-        value = self._value(_HINT + key, raw)
-        if value is None:
-            return 0
-        if type(value) is int and least <= value < _MOST_TOKENS:  # True is none
-            self._taken.append(_HINT + key)
+        if type(value) is int and abs(value) <= _LARGEST_PRIORITY:  # True is none
+            self._taken.append(_PRIORITY)
             return value
-        self._ignored.append(_HINT + key)
+        self._ignored.append(_PRIORITY)
         return 0
 
 

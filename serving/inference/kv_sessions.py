@@ -6,6 +6,7 @@ the conversation's name in the tiers, so a tenant reaches no other's conversatio
 """
 
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.responses import Response
@@ -30,9 +31,9 @@ async def look(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
 
 
 async def end(call: HttpCall, pipeline: Pipeline) -> dict[str, Any]:
-    """DELETE: the conversation has ended."""
+    """DELETE: the conversation has ended. The query `forget=true` also deletes its KV."""
     tiers, session = _named(call, pipeline)
-    return {"tokens": (await tiers.end(session)).tokens}
+    return {"tokens": (await tiers.end(session, forget=_forgets(call))).tokens}
 
 
 async def prefetch(call: HttpCall, pipeline: Pipeline) -> None:
@@ -40,6 +41,15 @@ async def prefetch(call: HttpCall, pipeline: Pipeline) -> None:
     tiers, session = _named(call, pipeline)
     content = msgspec.json.encode({"tokens": (await tiers.prefetch(session)).tokens})
     await call.reply(Response(content, 202, media_type="application/json"))
+
+
+def _forgets(call: HttpCall) -> bool:
+    """Return the query's `forget`, which is false by default. Raises BadRequest."""
+    query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    said = ",".join(query.get("forget", ["false"]))
+    if said not in ("true", "false"):
+        raise BadRequest(f"forget={said:.40} in the query: use true or false")
+    return said == "true"
 
 
 def _named(call: HttpCall, pipeline: Pipeline) -> tuple[SessionClient, str]:

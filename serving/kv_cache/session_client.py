@@ -15,6 +15,8 @@ from serving.errors import NotReady
 PATH = "/slipway/sessions"
 LIMIT_S = 5.0
 """For an answer; the cache server may be working on an eviction."""
+FORGET_S = 60.0
+"""For an answer after deletions. LMCache lets each store take half of it."""
 LARGEST = 4096
 """Most bytes of an answer."""
 CONNECTIONS = 16
@@ -37,7 +39,6 @@ class SessionClient:
         self._client = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}{PATH}/",
             trust_env=False,
-            timeout=LIMIT_S,
             limits=httpx.Limits(max_connections=CONNECTIONS),
         )
         self._soon: set[asyncio.Task[None]] = set()
@@ -46,8 +47,12 @@ class SessionClient:
         """Return the state of a conversation. session: its digest. Raises NotReady."""
         return await self._ask("GET", session)
 
-    async def end(self, session: str) -> Kept:
-        """End a conversation. Returns its last state. Raises NotReady."""
+    async def end(self, session: str, *, forget: bool = False) -> Kept:
+        """End a conversation. Returns its last state. forget: whether to delete the KV that no
+        other conversation has used. Raises NotReady.
+        """
+        if forget:
+            return await self._ask("DELETE", f"{session}?forget=true", FORGET_S)
         return await self._ask("DELETE", session)
 
     async def prefetch(self, session: str) -> Kept:
@@ -73,10 +78,10 @@ class SessionClient:
             task.cancel()
         await self._client.aclose()
 
-    async def _ask(self, method: str, path: str) -> Kept:
+    async def _ask(self, method: str, path: str, limit_s: float = LIMIT_S) -> Kept:
         text = bytearray()
         try:
-            async with self._client.stream(method, path) as answer:
+            async with self._client.stream(method, path, timeout=limit_s) as answer:
                 answer.raise_for_status()
                 async for piece in answer.aiter_bytes():
                     text += piece

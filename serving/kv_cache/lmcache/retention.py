@@ -5,7 +5,8 @@ A conversation's chunks are leased until its lifetime ends, and count as if they
 Chunks are evicted in this order:
 
 1. chunks of ended conversations, of turns that the client has edited or compacted away, and of
-   requests that are worth less than others, as long as no other request used them;
+   requests that are worth less than others, as long as no other request used them. A shorter prompt
+   that begins otherwise is no turn of its conversation, and ends nothing;
 2. all other chunks, the least recently used first, as in LMCache's LRU.
 
 A lease is never a promise: it refuses no store, and leases above the budget count as none.
@@ -120,10 +121,12 @@ class Retention:
         if hint.low:
             self._discard(keys, None)
             return
+        now = self.clock()
         user = hint.session
+        if user and not hint.final and self._is_beside(user, keys, now):
+            user = ""
         if not user and hint.seconds:  # a prompt of its own, with which the next turn begins
             user = f"{hint.tenant}/{keys[-1].chunk_hash.hex()}"
-        now = self.clock()
         until = now + hint.seconds if hint.seconds and not hint.final else 0
         leased = keys if until else ()
         uses = [it.use(keys, _Use(user, hint.tenant, now, until, leased)) for it in self._policies]
@@ -136,9 +139,19 @@ class Retention:
             self._end_leases(now)
         if hint.final:
             self._discard((*before, *keys), user)
-        elif before:
+        elif before and before[0] == keys[0]:
             still = {*keys}
             self._discard([key for key in before if key not in still], user)
+
+    def _is_beside(self, session: str, keys: Sequence[ObjectKey], now: float) -> bool:
+        """Whether a request is none of its conversation's turns, by the first chunk of its prompt
+        and by its length. Claude Code (2.1.332) asks for a title with another system prompt.
+        """
+        with self._lock:
+            last = self._sessions.get(session)
+        if last is None or last.until <= now:
+            return False
+        return keys[0] != last.keys[0] and len(keys) < len(last.keys)
 
     def lease(self, session: str) -> Lease | None:
         """Return a conversation's lease, None if it has none."""
@@ -153,6 +166,16 @@ class Retention:
             keys = self._forget(session)
         self._discard(keys, session)
         return keys
+
+    def own(self, session: str) -> Sequence[ObjectKey]:
+        """Return the chunks of a conversation's last prompt, without those that another
+        conversation has used, as far as a tier knows.
+        """
+        with self._lock:
+            found = self._sessions.get(session)
+        keys = found.keys if found else ()
+        others = {it for policy in self._policies for it in policy.of_others(keys, session)}
+        return [key for key in keys if key not in others]
 
     def _lease(self, name: str, session: _Session) -> None:
         self._sessions[name] = session
@@ -231,6 +254,14 @@ class RetainingLRU(LRUEvictionPolicy):  # type: ignore[misc]  # not type-checked
                     use = self._order[key]
                     if (use.user if use else None) == user:
                         self._put(key, self._unwanted)
+
+    def of_others(self, keys: Iterable[ObjectKey], user: str) -> Iterator[ObjectKey]:
+        """Yield those of the chunks whose last use was not by this user alone."""
+        with self._lock:
+            uses = {key: self._order.get(key) for key in keys}
+        for key, use in uses.items():
+            if use and use is not self._unwanted and use.user != user:
+                yield key
 
     def on_keys_removed(self, keys: list[ObjectKey]) -> None:
         """Forget the chunks."""

@@ -7,6 +7,7 @@ Only Slipway's server asks them, on this machine. Names of conversations are dig
 from collections.abc import Sequence
 
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.storage_manager import StorageManager
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -30,6 +31,8 @@ def add(app: Starlette, retention: Retention, ahead: ReadAhead | None) -> None:
     def kept(request: Request) -> JSONResponse:
         session = request.path_params["session"]
         if request.method == "DELETE":
+            if request.query_params.get("forget") == "true":
+                _delete(app.state.engine.context.storage_manager, retention.own(session))
             return JSONResponse({"tokens": tokens(retention.end(session))})
         lease = retention.lease(session)
         if not lease:
@@ -49,3 +52,12 @@ def add(app: Starlette, retention: Retention, ahead: ReadAhead | None) -> None:
         Route(one, kept, methods=["GET", "DELETE"]),
         Route(f"{one}/prefetch", prefetch, methods=["POST"]),
     ]
+
+
+def _delete(storage: StorageManager, keys: Sequence[ObjectKey]) -> None:
+    """Delete chunks in all tiers, except those in memory that a request reads or writes just now.
+    Raises what a store raises.
+    """
+    storage.delete_l1_keys([*keys])
+    for _, store in storage.l2_adapters():
+        store.delete([*keys])

@@ -137,7 +137,7 @@ OWN: Hinted = [
         {"seconds": 1800, "marked": 0},
     ),
     # Dynamo, NeMo Agent Toolkit
-    ({}, {"nvext": {"agent_hints": {"priority": -1, "osl": 512}}}, {"low": True, "output": 512}),
+    ({}, {"nvext": {"agent_hints": {"priority": -1, "osl": 512}}}, {"low": True}),
     ({}, {"nvext": {"agent_hints": {"priority": 990}}}, {"low": False}),
     ({}, {"nvext": {"agent_hints": {"final": True}}}, {"final": True}),
     ({}, {"nvext": {"cache_control": {**KEPT, "ttl": "600s"}}}, {"seconds": 600, "marked": 0}),
@@ -177,8 +177,8 @@ IGNORED: Hinted = [
     ({}, {"nvext": [1]}, "nvext"),
     ({}, {"nvext": {"agent_hints": "a"}}, "nvext.agent_hints"),
     ({}, {"nvext": {"agent_hints": {"priority": "high"}}}, "nvext.agent_hints.priority"),
-    ({}, {"nvext": {"agent_hints": {"osl": -1}}}, "nvext.agent_hints.osl"),
-    ({}, {"nvext": {"agent_hints": {"osl": 2**40}}}, "nvext.agent_hints.osl"),
+    ({}, {"nvext": {"agent_hints": {"priority": 2**40}}}, "nvext.agent_hints.priority"),
+    ({}, {"nvext": {"agent_hints": {"osl": 512}}}, "nvext.agent_hints.osl"),
     ({}, {"nvext": {"agent_hints": {"final": 1}}}, "nvext.agent_hints.final"),
     ({}, {"nvext": {"agent_hints": {"strict_priority": 1}}}, "nvext.agent_hints.strict_priority"),
     (

@@ -46,6 +46,7 @@ from serving.engine.requests import pooling as ours
 from serving.inference.content import checks, media
 from serving.inference.content.fields import PAIRS
 from serving.protocol import ENGINE_PATHS, RERANK_PATHS, SCORE_PATHS
+from tests import agents
 
 REQUESTS = {
     "/v1/chat/completions": (create_chat_completion, ChatCompletionRequest),
@@ -323,6 +324,12 @@ def test_a_request_for_embeddings_is_read_as_one_kind(body):
     with pytest.raises(ValidationError) as error:
         TypeAdapter(ours.EmbeddingRequest).validate_python(body)
     assert len({it["loc"][0] for it in error.value.errors()}) == 1
+
+
+@pytest.mark.parametrize("sent", agents.sent(), ids=str)
+def test_vllm_accepts_what_released_clients_send(sent):
+    _, theirs = REQUESTS[sent.path.partition("?")[0]]
+    theirs.model_validate(sent.body)
 
 
 def test_every_field_of_a_completion_is_a_parameter_of_lmis():

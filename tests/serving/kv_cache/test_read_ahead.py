@@ -28,12 +28,15 @@ from lmcache.v1.distributed.storage_controllers.prefetch_controller import Prefe
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.multiprocess.engine_context import LayoutDescRegistry
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from serving.kv_cache import retention_hint
-from serving.kv_cache.lmcache import read_ahead
+from serving.kv_cache.lmcache import read_ahead, session_paths
 from serving.kv_cache.lmcache.read_ahead import ReadAhead, pieces
 from serving.kv_cache.lmcache.retention import Retention
 from serving.kv_cache.patches import late_hits
+from serving.kv_cache.session_client import PATH
 from tests.support.harness.wait import until
 
 CHUNK_BYTES = 64 << 10
@@ -133,6 +136,21 @@ def test_a_conversation_is_read_into_memory(reading, monkeypatch):
     assert (reading.ends(), reading.chunks) == ({"done": 2}, CHUNKS)
     deleted, locked = reading.storage.delete_l1_keys(KEYS)
     assert (deleted, locked) == (CHUNKS, 0)
+
+
+def test_a_forgotten_conversation_is_in_no_tier(reading):
+    reading.keep(KEYS)
+    reading.read()
+    app = Starlette()
+    reading.context.chunk_size = 256
+    app.state.engine = SimpleNamespace(context=reading.context)
+    session_paths.add(app, reading.retention, None)
+    with TestClient(app) as client:
+        answer = client.delete(f"{PATH}/s?forget=true")
+        assert answer.json() == {"tokens": CHUNKS * 256}
+    assert not reading.in_memory(KEYS)
+    (_, store), *_ = reading.storage.l2_adapters()
+    assert not any(it in store._memory_objects for it in KEYS)
 
 
 def held_back(reading):

@@ -107,6 +107,35 @@ def test_a_turn_renews_the_lease(tier):
     assert not any("turn" in it for it in tier.evicts(0.5))
 
 
+def test_a_request_beside_the_conversation_lets_nothing_go(tier):
+    """Claude Code asks for a conversation's title by the conversation's id, with another system
+    prompt.
+    """
+    tier.asks("s", "turn a", "turn b", seconds=300)
+    tier.asks("s", "title", seconds=300, system=[])
+    assert len(tier.retention.lease("s").keys) == 4
+    flood(tier, 30)
+    tier.evicts(0.5)
+    assert {"turn a", "turn b", "title"} <= tier.kept
+    tier.asks("s", "turn a", "turn c", seconds=300)
+    assert tier.evicts(0.01) == ["turn b"]
+
+
+def test_a_longer_prompt_that_begins_otherwise_is_the_conversations(tier):
+    tier.asks("s", "title", seconds=300, system=[])
+    tier.asks("s", "turn a", seconds=300)
+    assert len(tier.retention.lease("s").keys) == 3
+    flood(tier, 4)
+    assert tier.evicts(0.1) == ["title"]
+    assert tier.evicted("plain") == 1
+
+
+def test_the_last_turn_ends_the_conversation_with_any_prompt(tier):
+    tier.asks("s", "turn a", seconds=300)
+    tier.asks("s", "bye", final=True, system=[])
+    assert tier.retention.lease("s") is None
+
+
 def test_leases_refuse_no_eviction(tier):
     tier.asks("s", "turn a", "turn b", seconds=300)
     assert len(tier.evicts(1.0)) == 4

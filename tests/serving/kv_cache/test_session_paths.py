@@ -19,7 +19,7 @@ from serving.kv_cache.session_client import SessionClient
 from tests.serving.access.test_access import bearer, written
 from tests.serving.conftest import running
 from tests.serving.inference.test_queue import ask, filled, queued
-from tests.serving.kv_cache.test_retention import Tier, flood
+from tests.serving.kv_cache.test_retention import Tier, chunk, flood
 from tests.support.harness import ports
 from tests.support.harness.wait import until_async
 
@@ -42,12 +42,29 @@ async def served_by(app, **settings):
         await serving
 
 
+class Store:
+    """A store that has its own eviction policy, or none."""
+
+    def __init__(self, policy=None):
+        self.policy = policy
+        self.deleted: list[str] = []
+        self.is_away = False
+
+    def delete(self, keys):
+        if self.is_away:
+            raise ConnectionError
+        self.deleted += [key.chunk_hash.decode().rstrip("0") for key in keys]
+        if self.policy:
+            self.policy.on_keys_removed(keys)
+
+
 class Reader(Tier):
-    """A tier with stores behind it, and the queue of the reader from them."""
+    """Memory with stores behind it, and the queue of the reader from them."""
 
     def __init__(self):
         super().__init__()
-        self.stores = ["a disk"]
+        self.memory = Store(self.policy)
+        self.stores = [Store(self.retention.policy()), Store()]
         self.ahead = ReadAhead(self.retention, lambda: False, registry=self.registry)
 
 
@@ -55,7 +72,9 @@ class Reader(Tier):
 async def cached(**settings):
     """A server whose cache server has one tier in memory."""
     tier, app = Reader(), Starlette()
-    storage = SimpleNamespace(l2_adapters=lambda: tier.stores)
+    storage = SimpleNamespace(
+        l2_adapters=lambda: [(None, it) for it in tier.stores], delete_l1_keys=tier.memory.delete
+    )
     app.state.engine = SimpleNamespace(
         context=SimpleNamespace(chunk_size=CHUNK, storage_manager=storage)
     )
@@ -84,6 +103,46 @@ async def test_the_end_by_a_call_lets_the_tail_go():
         assert (again.status_code, again.json()) == (200, {"tokens": 0})
         answer = await it.client.get("/kv_sessions/mine")
         assert (answer.status_code, "it has ended" in answer.text) == (404, True)
+
+
+async def test_what_a_conversation_alone_has_used_is_forgotten():
+    async with cached() as (it, tier):
+        disk, shared = tier.stores
+        disk.policy.on_keys_created([chunk(name) for name in ("branch", "tail", "late")])
+        tier.asks(digest(None, "mine"), "branch", "tail", "late", seconds=300)
+        tier.asks("sibling", "branch", "own", seconds=300)
+        tier.policy.on_keys_removed([chunk("branch")])  # only the disk has it, and knows its users
+        disk.policy.on_keys_removed([chunk("late")])
+        disk.policy.on_keys_created([chunk("late")])  # it was stored after the request's end
+        for said in ("", "perhaps", "true&forget=true"):
+            answer = await it.client.delete(f"/kv_sessions/mine?forget={said}")
+            assert (answer.status_code, "true or false" in answer.text) == (400, True)
+        answer = await it.client.delete("/kv_sessions/mine?forget=true")
+        assert answer.json() == {"tokens": 5 * CHUNK}
+        for one in (tier.memory, disk, shared):
+            assert one.deleted == ["tail", "late"]
+        assert tier.kept == {"system a", "system b", "own"}
+        again = await it.client.delete("/kv_sessions/mine?forget=true")
+        assert (again.status_code, again.json()) == (200, {"tokens": 0})
+
+
+async def test_a_conversation_that_a_store_could_not_forget_can_be_forgotten_again():
+    async with cached() as (it, tier):
+        tier.asks(digest(None, "mine"), "tail", seconds=300, system=[])
+        tier.stores[1].is_away = True
+        answer = await it.client.delete("/kv_sessions/mine?forget=true")
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+        tier.stores[1].is_away = False
+        answer = await it.client.delete("/kv_sessions/mine?forget=true")
+        assert answer.json() == {"tokens": CHUNK}
+        assert tier.stores[1].deleted == ["tail"]
+
+
+async def test_an_end_deletes_nothing():
+    async with cached() as (it, tier):
+        tier.asks(digest(None, "mine"), "tail", seconds=300)
+        await it.client.delete("/kv_sessions/mine?forget=false")
+        assert not tier.memory.deleted
 
 
 async def test_a_prefetch_by_a_call():

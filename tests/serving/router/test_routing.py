@@ -1155,12 +1155,13 @@ async def test_a_call_about_a_conversation_goes_to_all_and_the_most_is_answered(
             replica.answer = keeps(tokens)
         it.fleet[3].answer = sends(whole(404, b"{}"))
         headers = {"x-tenant": "a", "x-other": "b"}
-        for method in ("GET", "DELETE"):
-            found = await it.client.request(method, "/kv_sessions/mine", headers=headers)
+        for method, query in (("GET", ""), ("DELETE", "?forget=true")):
+            target = f"/kv_sessions/mine{query}"
+            found = await it.client.request(method, target, headers=headers)
             assert (found.status_code, found.json()) == (200, {"tokens": 4096})
         for replica in it.fleet:
             asked = replica.asked[-1]
-            assert (asked.method, asked.target) == ("DELETE", "/kv_sessions/mine")
+            assert (asked.method, asked.target) == ("DELETE", "/kv_sessions/mine?forget=true")
             assert (asked.headers["x-tenant"], "x-other" in asked.headers) == ("a", False)
         for replica in it.fleet:
             replica.answer = sends(whole(404, b'{"code":404}', "content-type: application/json"))

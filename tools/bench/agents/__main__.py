@@ -16,7 +16,8 @@ Exits with 1 if a gate does not hold. At one working set without one-shots, pref
 the ideal, and 1.4 times the hits of round robin. Neither hints nor retention lose 0.5 % of the
 hits. Beside one-shots of three times the agents' new tokens, retention lets a turn compute at most
 0.85 of the tokens. With a shared store, the conversations of a killed engine compute at most a
-tenth of their last turn again.
+tenth of their last turn again. A gate compares arms of the same seed, and the median of all seeds
+decides. Brackets have the quartiles of the seeds.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.harness.stats import spread
 from tools.bench.agents import documents
 from tools.bench.agents.fleet import REPLICAS, Arm, Fleet, Found
 from tools.bench.agents.sessions import CHUNK, PUBLISHED, Maker, Session, figures, read, write
@@ -41,7 +43,7 @@ STRATEGIES = (
 
 
 class Ran(NamedTuple):
-    """The figures of an arm: medians of the seeds."""
+    """The figures of an arm with one seed."""
 
     hits: float
     of_ideal: float
@@ -53,13 +55,23 @@ class Ran(NamedTuple):
     of_the_killed: float
 
 
+Row = tuple[Arm, bool, list[Ran]]
+"""An arm, whether an engine is killed in it, and its figures by seed."""
+
+
+class Gate(NamedTuple):
+    """A gate, with its text and whether it holds."""
+
+    text: str
+    holds: bool
+
+
 def main() -> None:
     options = _options()
     if options.documents:
         documents.main()
         return
-    gates: dict[str, bool] = {}
-    rows: list[tuple[Arm, bool, Ran]] = []
+    rows: list[Row] = []
     for arm, killed in _arms(options.sizes, options.one_shots):
         ran = _run(arm, options, killed=killed)
         rows.append((arm, killed, ran))
@@ -67,15 +79,10 @@ def main() -> None:
     print(file=sys.stderr)
     _print_sessions(options)
     _print_rows(rows)
-    gates |= _gates([(arm, ran) for arm, killed, ran in rows if not killed])
-    gates |= {
-        f"killed engine, shared store: {ran.of_the_killed:.3f} ≤ 0.1": ran.of_the_killed <= 0.1
-        for arm, killed, ran in rows
-        if killed and arm.shared
-    }
-    for gate, holds in gates.items():
-        print(f"{'holds' if holds else 'FAILS'}: {gate}")
-    sys.exit(not all(gates.values()))
+    gates = [*_gates(rows)]
+    for gate in gates:
+        print(f"{'holds' if gate.holds else 'FAILS'}: {gate.text}")
+    sys.exit(not all(gate.holds for gate in gates))
 
 
 def _options() -> argparse.Namespace:
@@ -83,7 +90,7 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--sessions", type=int, default=60, help="sessions of a run")
     add("--live", type=int, default=24, help="sessions at a time")
-    add("--seeds", type=int, default=1, help="runs of each arm; figures are medians")
+    add("--seeds", type=int, default=1, help="runs of each arm: medians and quartiles are shown")
     add("--scale", type=int, default=20, help="divides tokens; chunks stay as large")
     add("--sizes", type=float, nargs="+", default=[0.5, 1, 2], help="of caches, in working sets")
     add("--one-shots", type=float, nargs="+", default=[0, 3, 8], help="times the new tokens")
@@ -110,7 +117,8 @@ def _made(options: argparse.Namespace, seed: int) -> tuple[Maker, list[Session]]
     return maker, maker.sessions(options.sessions)
 
 
-def _run(arm: Arm, options: argparse.Namespace, *, killed: bool) -> Ran:
+def _run(arm: Arm, options: argparse.Namespace, *, killed: bool) -> list[Ran]:
+    """Return the arm's figures by seed."""
     found = []
     for seed in range(options.seeds):
         maker, sessions = _made(options, seed)
@@ -127,7 +135,7 @@ def _run(arm: Arm, options: argparse.Namespace, *, killed: bool) -> Ran:
         )
         best = figures(sessions, options.scale)["ideal"]
         found.append(_figures(fleet.run(), best, options.scale))
-    return Ran(*(statistics.median(values) for values in zip(*found, strict=True)))
+    return found
 
 
 def _figures(found: Found, ideal: float, scale: int) -> Ran:
@@ -156,42 +164,64 @@ def _print_sessions(options: argparse.Namespace) -> None:
     print()
 
 
-def _print_rows(rows: Sequence[tuple[Arm, bool, Ran]]) -> None:
+def _print_rows(rows: Sequence[Row]) -> None:
     print(
         "| one-shots | cache | strategy | hits | of ideal | computed a turn "
         "| computed again a turn, P90 | moves |\n|---|---|---|---|---|---|---|---|"
     )
-    for arm, killed, ran in rows:
+    for arm, killed, found in rows:
+        ran = Ran(*(statistics.median(values) for values in zip(*found, strict=True)))
         named = f"`{arm.strategy}`" + (" with hints" if arm.hinted else "")
         named += " and retention" if arm.retains else ""
         if killed:
             named += ", an engine killed" + (", shared store" if arm.shared else "")
         print(
-            f"| {arm.one_shots:g} | {arm.size:g} | {named} | {ran.hits:.3f} | {ran.of_ideal:.3f} "
-            f"| {ran.computed / 1000:.1f}k | {ran.repeated / 1000:.1f}k, "
-            f"{ran.repeated_p90 / 1000:.1f}k | {ran.moves:.3f} |"
+            f"| {arm.one_shots:g} | {arm.size:g} | {named} "
+            f"| {spread([it.hits for it in found], '.3f')} "
+            f"| {ran.of_ideal:.3f} | {spread([it.computed / 1000 for it in found], '.1f')}k "
+            f"| {ran.repeated / 1000:.1f}k, {ran.repeated_p90 / 1000:.1f}k | {ran.moves:.3f} |"
         )
-    slowest = max(rows, key=lambda row: row[2].decision_us)[2].decision_us
+    slowest = max(statistics.median(it.decision_us for it in found) for *_, found in rows)
     print(f"\nA decision takes up to {slowest:.0f} µs (median of an arm).")
 
 
-def _gates(rows: Sequence[tuple[Arm, Ran]]) -> dict[str, bool]:
-    by_arm = {(it.strategy, it.hinted, it.retains, it.size, it.one_shots): ran for it, ran in rows}
-    gates = {}
+def _gates(rows: Sequence[Row]) -> Iterator[Gate]:
+    by_arm = {
+        (it.strategy, it.hinted, it.retains, it.size, it.one_shots): found
+        for it, killed, found in rows
+        if not killed
+    }
     if one := by_arm.get(("prefixaware", False, False, 1, 0)):
-        gates[f"of the ideal: {one.of_ideal:.3f} ≥ 0.95"] = one.of_ideal >= 0.95
-        other = one.hits / by_arm["roundrobin", False, False, 1, 0].hits
-        gates[f"beside round robin: {other:.2f} ≥ 1.4"] = other >= 1.4
-    for (strategy, hinted, retains, size, shots), ran in by_arm.items():
+        yield _at_least(0.95, "of the ideal", [it.of_ideal for it in one])
+        other = by_arm["roundrobin", False, False, 1, 0]
+        yield _at_least(1.4, "beside round robin", _ratios("hits", one, other))
+    for (strategy, hinted, retains, size, shots), found in by_arm.items():
         if strategy == "prefixaware" and hinted:
             plain = by_arm[strategy, False, False, size, shots]
-            named = "retention" if retains else "hints"
-            ratio = ran.hits / plain.hits
-            gates[f"{named} at {shots:g}, {size:g}: {ratio:.4f} ≥ 0.995"] = ratio >= 0.995
+            named = f"{'retention' if retains else 'hints'} at {shots:g}, {size:g}"
+            yield _at_least(0.995, named, _ratios("hits", found, plain))
             if retains and shots >= 3 and size == 1:
-                ratio = ran.computed / plain.computed
-                gates[f"computed with retention at {shots:g}: {ratio:.3f} ≤ 0.85"] = ratio <= 0.85
-    return gates
+                ratios = _ratios("computed", found, plain)
+                yield _at_most(0.85, f"computed with retention at {shots:g}", ratios)
+    for arm, killed, found in rows:
+        if killed and arm.shared:
+            yield _at_most(0.1, "killed engine, shared store", [it.of_the_killed for it in found])
+
+
+def _ratios(figure: str, one: Sequence[Ran], other: Sequence[Ran]) -> list[float]:
+    """Return the ratios of two arms' figures, by seed."""
+    pairs = zip(one, other, strict=True)
+    return [getattr(first, figure) / getattr(second, figure) for first, second in pairs]
+
+
+def _at_least(least: float, named: str, values: Sequence[float]) -> Gate:
+    text = f"{named}: {spread(values, '.4f')} ≥ {least:g}"
+    return Gate(text, statistics.median(values) >= least)
+
+
+def _at_most(most: float, named: str, values: Sequence[float]) -> Gate:
+    text = f"{named}: {spread(values, '.4f')} ≤ {most:g}"
+    return Gate(text, statistics.median(values) <= most)
 
 
 if __name__ == "__main__":
