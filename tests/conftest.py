@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of Hypothesis for all tests: no time limits, because machines are noisy, and in CI the
-same examples in each run, because CI judges a change and does not search for older defects. AWS's
-clients are made quickly.
+"""Settings of Hypothesis for all tests: no time limits, because machines are noisy, and the same
+few examples in each run, because a run judges a change. The nightly run searches for older defects.
+AWS's clients are made quickly, and tests are collected without the garbage collector.
 """
 
 import functools
 import gc
-import os
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("same", settings.get_profile("random"), derandomize=True, max_examples=30)
-settings.load_profile("same" if os.environ.get("CI") else "random")
+settings.load_profile("same")
 
 _load_file = JSONFileLoader.load_file
 
@@ -37,11 +37,17 @@ def _loaded(path: str) -> Any:
 setattr(JSONFileLoader, "load_file", lambda self, file_path: _loaded(file_path))  # noqa: B010
 
 
-def pytest_collection_finish() -> None:
-    """Freeze all imported objects: the garbage collector would scan vLLM's millions of objects
-    again and again.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, and freeze all imported objects: it would scan vLLM's
+    millions of objects again and again.
     """
-    _freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        _freeze()
+        gc.enable()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long fuzzers run: SLIPWAY_FUZZ=20 for twenty times the examples. The default is a quarter: in
-CI the examples are the same each time, and find the defects of a change.
+"""How long fuzzers run: SLIPWAY_FUZZ=20 for twenty times the examples. The default is a quarter:
+the examples are the same in each ordinary run, and find the defects of a change.
 """
 
 import os

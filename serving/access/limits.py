@@ -13,18 +13,19 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import RedisStorage, Storage
 from limits.aio.strategies import FixedWindowRateLimiter
-from redis.asyncio import ConnectionPool, Redis
-from redis.exceptions import RedisError
 
 from serving.access.caller import Caller
 from serving.errors import RateLimited
 from serving.follow import count, kept
 from serving.protocol import RATE_LIMIT
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 """
 
 
-_FAULTS = (RedisError, OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
-"""The exceptions of a store that is unreachable, or answers with invalid data."""
+_FAULTS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""The exceptions of a store that is unreachable, or answers with invalid data; also RedisError."""
 _LEAVE = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 
 T = TypeVar("T")
@@ -139,8 +140,12 @@ class Limiter:
         self._own = FixedWindowRateLimiter(Memory())
         self._shared: FixedWindowRateLimiter | None = None
         self._store: Redis | None = None
+        self._faults: tuple[type[Exception], ...] = _FAULTS
         if url:
-            pool: Any = ConnectionPool.from_url(
+            import redis.asyncio as redis  # which takes a fifth of a router's start
+
+            self._faults += (redis.RedisError,)
+            pool: Any = redis.ConnectionPool.from_url(
                 "redis" + url.removeprefix("valkey").removeprefix("redis"),
                 max_connections=CONNECTIONS,
                 socket_timeout=STORE_S,
@@ -153,7 +158,7 @@ class Limiter:
                 connection_pool=pool,
             )
             self._shared = FixedWindowRateLimiter(storage)
-            self._store = Redis(connection_pool=pool)
+            self._store = redis.Redis(connection_pool=pool)
         self._turns = asyncio.Semaphore(CONNECTIONS)
         self._silent_until = 0.0
         self._doubtful = False  # whether the store has not answered since its last failure
@@ -325,7 +330,7 @@ class Limiter:
             assert self._shared
             async with asyncio.timeout(STORE_S):
                 return await ask(self._shared)
-        except _FAULTS as error:
+        except self._faults as error:
             self._failed(error)
             raise StoreUnavailable from error
         finally:

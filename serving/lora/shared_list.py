@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
-from redis import Redis
-from redis.exceptions import RedisError
 
 from serving.sources.s3 import faults, open_client
 from serving.sources.source import ANSWER_S, UNREACHABLE_S, SourceError, with_timeout
@@ -211,6 +209,8 @@ class ListStore:
 
     def __init__(self, url: str) -> None:
         """url: the value of OPTION_ADAPTER_LIST."""
+        from redis import Redis  # whose import takes a seventh of a server's start
+
         parts = urlsplit(url)
         self._where = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"  # no password
         self._client = Redis.from_url(
@@ -271,6 +271,8 @@ class ListStore:
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
         """Raise errors of the store or its client as OSError."""
+        from redis.exceptions import RedisError
+
         try:
             yield
         except RedisError as error:

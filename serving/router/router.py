@@ -42,18 +42,11 @@ from serving.lifecycle import SHUTDOWN
 from serving.observability.tracing import tracer
 from serving.process import StopSignals, return_heaps
 from serving.router import status
-from serving.router.fleet.broadcast import Answer, Broadcast
+from serving.router.fleet.broadcast import Answer, Broadcast, told_by
 from serving.router.fleet.consistency import differences
 from serving.router.fleet.discovery import addresses, discovered
 from serving.router.fleet.health import Asking, HealthChecks
-from serving.router.fleet.own_copies import (
-    COPY,
-    MODEL,
-    OwnCopies,
-    described,
-    merged,
-    told_by,
-)
+from serving.router.fleet.own_copies import COPY, MODEL, OwnCopies, described, merged
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http import buffers
 from serving.router.http.buffers import MOST_HELD, MOST_HELD_BYTES, Buffers

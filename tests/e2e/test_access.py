@@ -11,7 +11,6 @@ from http.client import HTTPConnection
 from threading import Event
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -143,6 +142,8 @@ def test_requests_of_a_negative_priority_do_not_wait(served, routed):
 
 
 def test_real_clients_and_a_wrong_key(served, routed):
+    import anthropic  # it takes seconds to import
+
     message = {"role": "user", "content": "a"}
     asked: Any = {"model": "lmi", "max_tokens": 1, "messages": [message]}
     for it in (served, routed):

@@ -6,8 +6,6 @@ adapter's answer differs from the base's, or the adapter is refused.
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from tests.e2e.conftest import serving
 from tests.e2e.test_adapters import HEADER, QUESTION, register
@@ -47,6 +45,9 @@ def seeing(tiny_options, root, tmp_path_factory):
 @pytest.fixture(scope="module")
 def classifying(tiny_options, root, tmp_path_factory):
     """A language model that classifies."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
     folder = tmp_path_factory.mktemp("classifying")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -128,6 +129,8 @@ def test_what_would_change_nothing_is_refused(seeing, root):
 
 
 def test_a_head_that_an_adapter_brings_whole(classifying, root):
+    import torch
+
     base = probabilities(classifying)
     score = {"base_model.model.score.weight": torch.randn(2, 256)}
     found = {}

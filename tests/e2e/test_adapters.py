@@ -8,7 +8,6 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from tests import engine_bodies
 from tests.e2e.conftest import serving
@@ -83,6 +82,8 @@ def test_each_adapter_answers_in_its_own_way(alone):
 
 def test_embeddings_and_the_head_of_a_language_model(served, alone, root):
     """The adapters have the copies of the model's own weights that PEFT saves beside them."""
+    import torch
+
     copy = torch.zeros(tiny.VOCABULARY, 256)
     for name, sides in (
         ("model.embed_tokens", (tiny.VOCABULARY, 256)),

@@ -16,8 +16,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-from vllm.parser import ParserManager
 
 from handlers import lmi
 from handlers.records import Step
@@ -28,11 +26,11 @@ from serving.engine.base import Call, Usage
 from serving.engine.patches.engine_core import plugin
 from serving.engine.vllm_errors import from_engine
 from serving.errors import NotReady, ServingError, TimedOut, shape
-from tests.serving.engine import vllms_app
 from tests.support.harness.wait import until_async
 from tests.support.models import tiny
-from tools.ceiling.engine import QuickNoModel
 
+NO_MODEL = "tools.ceiling.engine.QuickNoModel"
+"""The executor without a model. Its module imports vLLM."""
 TRIES, LAST_TRIES = 2, 60
 """How often our answer is compared with that of vLLM's app: tokens that arrive close together may
 share an event. In the last tries, the answers may differ in that.
@@ -341,7 +339,7 @@ def running(without: Collection[str] = (), **more: Any) -> Iterator[Run]:
         "served_model_name": ("tiny",),
         "max_model_len": 128,
         "kv_cache_memory_bytes": "64M",
-        "distributed_executor_backend": f"{QuickNoModel.__module__}.{QuickNoModel.__name__}",
+        "distributed_executor_backend": NO_MODEL,
         "enforce_eager": True,
         "disable_log_stats": True,
         "enable_prompt_tokens_details": True,
@@ -372,6 +370,8 @@ def run():
 def app_of(engine: Any) -> Any:
     """vLLM's own routes over the same serving objects."""
     if not hasattr(engine, "vllms_app"):
+        from tests.serving.engine import vllms_app
+
         make = vllms_app.embedding if engine.embeds else vllms_app.generating
         engine.vllms_app = make(engine._state)
     return engine.vllms_app
@@ -537,6 +537,8 @@ SAID = (
     ids=lambda names: " ".join(names.values()),
 )
 def test_the_same_answers_under_a_parser(run, monkeypatch, names, said, more):
+    from vllm.parser import ParserManager
+
     parser = ParserManager.get_parser(**names, enable_auto_tools=True)
 
     async def both(engine: Any) -> None:
@@ -563,6 +565,8 @@ def test_the_same_answers_under_a_parser(run, monkeypatch, names, said, more):
 
 def spelled(tokenizer: Any, text: str) -> list[int]:
     """The tokens that are the bytes of a text, as GPT-2 has them."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     found: list[int] = tokenizer.convert_tokens_to_ids(
         [bytes_to_unicode()[byte] for byte in text.encode()]
     )

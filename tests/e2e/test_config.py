@@ -56,6 +56,7 @@ def aws(tmp_path_factory):
     client.create_bucket(Bucket="models")
     for file in tiny.make().iterdir():
         client.upload_file(str(file), "models", f"tiny-llama/{file.name}")
+    client.close()
     yield environ
     server.stop()
 

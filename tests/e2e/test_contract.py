@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_calls import running
+from tests.e2e.test_calls import NO_MODEL, running
 from tests.serving.engine import contract
 from tests.support.models import tiny_lora
-from tools.ceiling.engine import QuickNoModel
 
 ADAPTER = "one@1"
 ENGINES: dict[str, dict[str, Any]] = {
@@ -23,9 +22,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "max_lora_rank": 8,
         "disable_log_stats": None,
     },
-    "no model": {
-        "distributed_executor_backend": f"{QuickNoModel.__module__}.{QuickNoModel.__name__}"
-    },
+    "no model": {"distributed_executor_backend": NO_MODEL},
 }
 
 

@@ -10,7 +10,6 @@ import time
 
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
 
 from serving.router.kv import events
 from serving.router.kv.events import Follower
@@ -39,6 +38,8 @@ def model(tmp_path_factory):
     """The tiny model with two changes: its template shows every part of a chat, and its tokenizer
     begins other texts with a special token.
     """
+    from transformers import AutoTokenizer
+
     folder = shutil.copytree(tiny.make(), tmp_path_factory.mktemp("model") / "calling")
     own = AutoTokenizer.from_pretrained(folder)
     begins = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", own.bos_token_id)])

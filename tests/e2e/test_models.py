@@ -3,6 +3,7 @@
 TargetModel in front of such a container.
 """
 
+import contextlib
 import json
 import shutil
 import sys
@@ -97,7 +98,10 @@ def test_boto3_names_target_models_and_sagemaker_unloads_one_for_another(tmp_pat
     for name in ("x", "y"):
         packed(tmp_path, name)
     program = str(ROOT / "entrypoint.sh")
-    with server.running(s3=tmp_path, key=KEY, programs=[program], **LIMITS) as url:
+    with (
+        server.running(s3=tmp_path, key=KEY, programs=[program], **LIMITS) as url,
+        contextlib.ExitStack() as stack,
+    ):
         about: dict[str, Any] = {
             "endpoint_url": url,
             "region_name": "us-east-1",
@@ -105,8 +109,10 @@ def test_boto3_names_target_models_and_sagemaker_unloads_one_for_another(tmp_pat
             "aws_secret_access_key": KEY.secret,
             "config": Config(retries={"total_max_attempts": 1}, read_timeout=START_S),
         }
-        control = boto3.client("sagemaker", **about)
-        runtime = boto3.client("sagemaker-runtime", **about)
+        control, runtime = (
+            stack.enter_context(contextlib.closing(boto3.client(it, **about)))
+            for it in ("sagemaker", "sagemaker-runtime")
+        )
         role = "arn:aws:iam::123456789012:role/serving"
         container = {
             "Image": f"process:{program}",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a SageMaker endpoint on the real engine, and SageMaker's contract, rule by rule."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -102,8 +103,8 @@ def test_an_adapter_component_brings_its_formatter(tiny_options, image, tmp_path
     environ = {**AS_ENTRYPOINT_SH, **tiny_options, "OPTION_ENABLE_LORA": "true"}
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
     named = {"key": KEY, "programs": [image.removeprefix("process:")]}
-    with running(s3=tmp_path / "s3", **named, **limits) as url:
-        control, runtime = clients(url)
+    at = running(s3=tmp_path / "s3", **named, **limits)
+    with at as url, clients(url) as (control, runtime):
         control.create_model(
             ModelName="base",
             ExecutionRoleArn=ROLE,
@@ -165,11 +166,16 @@ KEY = Key("id", "secret")
 ROLE = "arn:aws:iam::123456789012:role/serving"
 
 
+@contextlib.contextmanager
 def clients(url):
     """The clients of the stand-in's control plane, and of its runtime."""
     options: dict[str, Any] = {"endpoint_url": url, "region_name": "us-east-1"}
     options |= {"aws_access_key_id": KEY.id, "aws_secret_access_key": KEY.secret}
-    return boto3.client("sagemaker", **options), boto3.client("sagemaker-runtime", **options)
+    with (
+        contextlib.closing(boto3.client("sagemaker", **options)) as control,
+        contextlib.closing(boto3.client("sagemaker-runtime", **options)) as runtime,
+    ):
+        yield control, runtime
 
 
 BLOCK = 128
@@ -184,8 +190,8 @@ def runtime(tiny_options, image):
     """A client of an endpoint `chat` with two copies of the tiny model."""
     environ = {**AS_ENTRYPOINT_SH, **tiny_options, "OPTION_CHAT_TEMPLATE": TEMPLATE}
     limits = {"accept_s": 5, "ping_s": 10, "startup_s": START_S}  # the machine may be busy
-    with running(key=KEY, programs=[image.removeprefix("process:")], **limits) as url:
-        control, runtime = clients(url)
+    at = running(key=KEY, programs=[image.removeprefix("process:")], **limits)
+    with at as url, clients(url) as (control, runtime):
         control.create_model(
             ModelName="chat",
             ExecutionRoleArn=ROLE,

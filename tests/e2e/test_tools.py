@@ -4,7 +4,6 @@
 import json
 from typing import Any, Literal
 
-import anthropic
 import pydantic
 import pytest
 
@@ -150,6 +149,8 @@ class City(pydantic.BaseModel):
 
 def test_what_clients_make_of_streams(tools):
     """OpenAI's and Anthropic's own helpers add the events up."""
+    import anthropic  # it takes seconds to import
+
     asked: Any = {"model": "lmi", "temperature": 1}
     tool: Any = {"name": "get_weather", "strict": True, "input_schema": CITY}
     with (

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/sagemaker/deploy.py against the stand-in."""
 
+import contextlib
 import io
 import json
 import os
@@ -38,15 +39,17 @@ def stand_in(tmp_path_factory):
 @pytest.fixture
 def client(stand_in):
     def make(service):
-        return boto3.client(
+        made = boto3.client(
             service,
             endpoint_url=stand_in[0],
             region_name="us-east-1",
             aws_access_key_id="id",
             aws_secret_access_key="secret",
         )
+        return stack.enter_context(contextlib.closing(made))
 
-    return make
+    with contextlib.ExitStack() as stack:
+        yield make
 
 
 @pytest.fixture

@@ -217,7 +217,8 @@ def test_a_target_model_is_loaded_and_another_makes_room_for_it(another):
     assert first["headers"]["x-amzn-sagemaker-target-model"] == "one.tar.gz"
     invoke("one.tar.gz")
     invoke("two.tar.gz")
-    (copy,) = json.loads(urllib.request.urlopen(another.url).read())["copies"]
+    with urllib.request.urlopen(another.url) as overview:
+        (copy,) = json.loads(overview.read())["copies"]
     assert [it.split()[0] + it.split()[-1] for it in copy["calls"]] == [
         *("POST200", "POST507", "DELETE200", "POST200"),
     ]
@@ -969,8 +970,9 @@ def test_web_pages_reach_nothing(clients, headers):
         assert b"only programs of this machine may call" in answer
     if "Host" in headers:
         request = urllib.request.Request(clients.url, headers=headers)
-        with pytest.raises(urllib.error.HTTPError, match="403"):
+        with pytest.raises(urllib.error.HTTPError, match="403") as caught:
             urllib.request.urlopen(request)
+        caught.value.close()
 
 
 def test_only_programs_that_were_named_are_run(clients, image):

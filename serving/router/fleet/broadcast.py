@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that all replicas answer: changes of adapters, and calls about conversations."""
+"""Requests that all replicas answer: changes of adapters, calls about conversations, and the
+router's own questions to the servers of its container.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -11,7 +13,7 @@ import msgspec
 from serving.access.caller import Caller
 from serving.errors import NotReady, ReplicaFailed
 from serving.protocol import ADAPTER_ALIAS, API_KEY, AUTHORIZATION, IDENTITY, REQUEST_ID
-from serving.router.fleet.health import Asking, HealthChecks, has_ended, read
+from serving.router.fleet.health import LARGEST_METRICS, Asking, HealthChecks, has_ended, read
 from serving.router.fleet.replicas import Replica, ReplicaPool
 from serving.router.http.forwarded_request import Request
 from serving.router.http.upstream import FRAMING, HOP_BY_HOP
@@ -154,3 +156,32 @@ def _passed_on(
     yield from (header for header in request.headers if header[0] in passed_on)
     if identity:
         yield IDENTITY, identity
+
+
+T = TypeVar("T", int, str)
+
+
+async def told_by(
+    pool: ReplicaPool, asking: Asking, numbers: Mapping[str, T], path: str
+) -> dict[T, bytes]:
+    """The answer of each server in this container on a path, by its number or name. numbers: these
+    by the servers' addresses. Servers without an answer are left out; `slipway_copies_ready` has
+    the number of ready copies.
+    """
+    ready = sorted((it for it in pool.ready if it.name in numbers), key=lambda it: numbers[it.name])
+    async with asking.session() as client:
+        answers = await asyncio.gather(*(_ask(it, asking, client, path) for it in ready))
+    found = zip(ready, answers, strict=True)
+    return {numbers[it.name]: answer for it, answer in found if answer is not None}
+
+
+async def _ask(
+    replica: Replica, asking: Asking, client: aiohttp.ClientSession, path: str
+) -> bytes | None:
+    try:
+        headers = asking.headers(replica, path)
+        async with client.get(replica.name + path, headers=headers) as answer:
+            body = await read(answer, LARGEST_METRICS)
+            return body if answer.status == 200 else None
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None

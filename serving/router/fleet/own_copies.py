@@ -3,18 +3,11 @@
 cannot be read from outside the container.
 """
 
-import asyncio
 import dataclasses
 import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TypeVar
-
-import aiohttp
-
-from serving.router.fleet.health import LARGEST_METRICS, Asking, read
-from serving.router.fleet.replicas import Replica, ReplicaPool
 
 COPY = "copy"
 """The label with the number of a series' copy ..."""
@@ -83,35 +76,6 @@ class OwnCopies:
         at_first = max(self.count - len(self.left_out()), 1)
         self.met = self.met or ready >= at_first
         return ready >= (min(self.least, self.count) if self.met else at_first)
-
-
-T = TypeVar("T", int, str)
-
-
-async def told_by(
-    pool: ReplicaPool, asking: Asking, numbers: Mapping[str, T], path: str
-) -> dict[T, bytes]:
-    """The answer of each server in this container on a path, by its number or name. numbers: these
-    by the servers' addresses. Servers without an answer are left out; `slipway_copies_ready` has
-    the number of ready copies.
-    """
-    ready = sorted((it for it in pool.ready if it.name in numbers), key=lambda it: numbers[it.name])
-    async with asking.session() as client:
-        answers = await asyncio.gather(*(_ask(it, asking, client, path) for it in ready))
-    found = zip(ready, answers, strict=True)
-    return {numbers[it.name]: answer for it, answer in found if answer is not None}
-
-
-async def _ask(
-    replica: Replica, asking: Asking, client: aiohttp.ClientSession, path: str
-) -> bytes | None:
-    try:
-        headers = asking.headers(replica, path)
-        async with client.get(replica.name + path, headers=headers) as answer:
-            body = await read(answer, LARGEST_METRICS)
-            return body if answer.status == 200 else None
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return None
 
 
 def described(copies: Mapping[int, bytes], left_out: Collection[int] = ()) -> bytes:

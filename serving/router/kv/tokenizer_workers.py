@@ -191,6 +191,9 @@ def main(folder: str, trusted: str, *connections: str) -> None:
     """Load the tokenizer, and fork workers until one ends that is not to be replaced."""
     end_with_parent(signal.SIGKILL)
     sockets = [socket.socket(fileno=int(descriptor)) for descriptor in connections]
+    if not trusted:  # a model's own code may need torch
+        # Otherwise transformers would import it, which takes seconds and hundreds of megabytes.
+        sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         tokenizer = Tokenizer.load(Path(folder), trust_remote_code=bool(trusted))
     except Exception as error:  # of transformers, or of code that came with the model

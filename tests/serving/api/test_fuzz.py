@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random requests. For every request of a client, docs/reference/openapi.yaml describes the answer.
 
-In CI the examples are always the same; SLIPWAY_FUZZ=50 tries fifty times as many.
+In ordinary runs the examples are the same; SLIPWAY_FUZZ=50 tries fifty times as many.
 """
 
 import asyncio

@@ -66,10 +66,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("budget", [4096, 300])
+@pytest.mark.parametrize("budget", [pytest.param(4096, marks=pytest.mark.nightly), 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_a_prompts_own_kv_is_stored_and_loaded(server, kind, budget):
-    """Known prompts grow, branch and repeat, while the tiers or the engine forget them."""
+    """Known prompts grow, branch and repeat, while the tiers or the engine forget them. budget: a
+    prompt is computed in one step, or in several, between which its blocks leave the window.
+    """
     layers, gpu_way = KINDS[kind]
     engine = Painted(server.port, layers, gpu_way, budget=budget)
     chance = random.Random(budget)

@@ -220,9 +220,11 @@ def main(prepared: str, address: str, parent: int) -> None:
     from serving.process import end_with_parent
 
     end_with_parent(signal.SIGKILL, parent)
+    gc.disable()  # it would scan the imported objects again and again
     module = importlib.import_module(prepared)
     gc.collect()
     gc.freeze()  # no collection touches shared pages, which would copy them
+    gc.enable()
     request = _fork_for_each(_listening(address))
     # The programs that this process starts are forked from its present state, not from a later one.
     ours, inner = os.getpid(), f"{address}-{os.getpid()}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random HTTP, from clients and from replicas, on both event loops.
 
-Another implementation of HTTP (h11) checks the messages that replicas and clients get. In CI the
-examples are always the same; SLIPWAY_FUZZ=30 tries thirty times as many.
+Another implementation of HTTP (h11) checks the messages that replicas and clients get. In ordinary
+runs the examples are the same; SLIPWAY_FUZZ=30 tries thirty times as many.
 """
 
 import asyncio

@@ -406,6 +406,12 @@ async def test_the_processes_get_no_secrets(tokenizer):
         }
 
 
+async def test_the_processes_do_without_torch(tokenizer):
+    """Its import would take seconds, and hundreds of megabytes."""
+    for it in tokenizer.processes():
+        assert "libtorch" not in Path(f"/proc/{it}/maps").read_text()
+
+
 async def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(CannotLoad):
         await TokenWorkers().run(tmp_path)
