@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of a container with several models shows: its swaps, its waits, and what is wrong."""
+"""The verdict on a run of a container with several models: its swaps, waits and faults."""
 
 import json
 from collections.abc import Iterator, Sequence
