@@ -62,7 +62,7 @@ def load(client: httpx.Client, users: int, seconds: float, *, skewed: bool) -> l
     ends = time.monotonic() + seconds
 
     def user(number: int) -> list[Asked]:
-        found = []
+        found: list[Asked] = []
         rare = skewed and number == 0
         while time.monotonic() < ends:
             model = NAMES[rare] if skewed else NAMES[(number + len(found)) % 2]
