@@ -123,7 +123,7 @@ def _listed(client: httpx.Client) -> list[dict[str, str]]:
 
 
 def drained(server: Program, client: httpx.Client, users: int) -> list[str]:
-    """Ask the container to stop while requests wait for a model. Returns the faults that it found."""
+    """Ask the container to stop while requests wait for a model. Returns the faults."""
     ready = next(it["id"] for it in _listed(client) if it["state"] == "ready")
     other = next(name for name in NAMES if name != ready)
     found: list[Asked] = []
