@@ -24,8 +24,7 @@ def log(*states):
                 "message": "model",
                 "model": model,
                 "state": state,
-            },
-            separators=(",", ":"),
+            }
         )
         for at, model, state in states
     ]

@@ -55,8 +55,8 @@ def ups(log: str) -> list[Up]:
 
 def _states(log: str) -> Iterator[tuple[str, str, float]]:
     for text in log.splitlines():
-        if '"message":"model"' in text:
-            line = json.loads(text)
+        line = json.loads(text) if text.startswith("{") and '"state"' in text else {}
+        if line.get("message") == "model":
             yield line["model"], line["state"], datetime.fromisoformat(line["time"]).timestamp()
 
 
