@@ -68,10 +68,7 @@ def test_a_multi_data_model_is_deployed_and_gets_more_models(s3, tmp_path):
             "Mode": "MultiModel",
         }
         clients.control.create_model(
-            ModelName="several",
-            ExecutionRoleArn=ROLE,
-            PrimaryContainer=several,
-            EnableNetworkIsolation=False,
+            ModelName="several", ExecutionRoleArn=ROLE, PrimaryContainer=several
         )
         assert clients.endpoint("several", "several")["EndpointStatus"] == "InService"
         # add_model, of a model in S3 and of a file

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for S3: a folder with a folder for each bucket, or a server that speaks S3."""
+"""The stand-in for S3: a folder with a folder for each bucket, or a server that speaks S3."""
 
 import shutil
 import tarfile

@@ -47,7 +47,7 @@ def child(part):
 
 
 def with_gpu(found, gib):
-    """A machine, with a GPU of so many GiB."""
+    """The machine, with a GPU. gib: the size of its memory."""
     gpu = dataclasses.replace(H100, memory=gib * GIB)
     return dataclasses.replace(found, gpus=(gpu,), memory=64 * GIB, memory_free=64 * GIB)
 

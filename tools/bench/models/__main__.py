@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two models in one container with room for one: swaps, waits, and what calls and faults leave.
+"""Two models in one container with room for one: swaps, waits, calls and faults.
 
 Half of the time all users ask for both models in turn. In the other half all but one ask for one
 model without a pause, and the last asks for the other one. Then a model's server is killed, and
@@ -62,7 +62,7 @@ def load(client: httpx.Client, users: int, seconds: float, *, skewed: bool) -> l
     ends = time.monotonic() + seconds
 
     def user(number: int) -> list[Asked]:
-        found = []
+        found: list[Asked] = []
         rare = skewed and number == 0
         while time.monotonic() < ends:
             model = NAMES[rare] if skewed else NAMES[(number + len(found)) % 2]
@@ -76,7 +76,7 @@ def load(client: httpx.Client, users: int, seconds: float, *, skewed: bool) -> l
 
 
 def taking_turns(folder: Path, users: int, seconds: float) -> list[str]:
-    """Run models that take turns. Returns what is wrong."""
+    """Run models that take turns. Returns the faults that it found."""
     models = {name: {"model_id": str(folder / name)} for name in NAMES}
     config = folder / "config.yaml"
     config.write_text(json.dumps({"models": models}))
@@ -123,7 +123,7 @@ def _listed(client: httpx.Client) -> list[dict[str, str]]:
 
 
 def drained(server: Program, client: httpx.Client, users: int) -> list[str]:
-    """Ask the container to stop while requests wait for a model. Returns what is wrong."""
+    """Ask the container to stop while requests wait for a model. Returns the faults."""
     ready = next(it["id"] for it in _listed(client) if it["state"] == "ready")
     other = next(name for name in NAMES if name != ready)
     found: list[Asked] = []
@@ -146,7 +146,7 @@ def drained(server: Program, client: httpx.Client, users: int) -> list[str]:
 
 
 def by_calls(folder: Path) -> list[str]:
-    """Load and unload models by SageMaker's calls. Returns what is wrong."""
+    """Load and unload models by SageMaker's calls. Returns the faults that it found."""
     environ = {
         **ROOM,
         "SAGEMAKER_MULTI_MODEL": "true",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of a container with several models shows: its swaps, its waits, and what is wrong."""
+"""The verdict on a run of a container with several models: its swaps, waits and faults."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -55,8 +55,8 @@ def ups(log: str) -> list[Up]:
 
 def _states(log: str) -> Iterator[tuple[str, str, float]]:
     for text in log.splitlines():
-        if '"message":"model"' in text:
-            line = json.loads(text)
+        line = json.loads(text) if text.startswith("{") and '"state"' in text else {}
+        if line.get("message") == "model":
             yield line["model"], line["state"], datetime.fromisoformat(line["time"]).timestamp()
 
 
