@@ -144,12 +144,26 @@ async def _whole_reads(
     """Yield the messages. A read that its reader does not wait for any more ends with its stream:
     gRPC never frees what it has allocated for a cancelled read.
     """
-    while message := await asyncio.shield(_read(incoming)):
+    while True:
+        reading = asyncio.ensure_future(_read(incoming))
+        try:
+            message = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            reading.add_done_callback(_ignore)
+            raise
+        if message is None:
+            return
         yield message
 
 
 async def _read(incoming: AsyncIterator[pb.ProcessingRequest]) -> pb.ProcessingRequest | None:
     return await anext(incoming, None)
+
+
+def _ignore(reading: "asyncio.Future[pb.ProcessingRequest | None]") -> None:
+    """Mark an error as seen: the stream has ended, and nobody waits for its messages."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[misc]
