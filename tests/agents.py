@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CLIENTS = Path(__file__).parent / "serving" / "cache_hints" / "clients"
-"""A file for each client: its name, version and command, and what it sent. CONTRIBUTING.md says how
-it was recorded.
+"""A file for each client: its name, version and command, and its requests. CONTRIBUTING.md says how
+to record them.
 """
 
 WHERE = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}

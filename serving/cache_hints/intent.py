@@ -6,7 +6,7 @@ nothing. A field with an unknown value is therefore ignored and named, and is ne
 
 Sources: anthropic 2.11.0 and openai 3.52.0 (types of requests), vLLM 0.32 (`session_id`), Dynamo
 1.0 to 1.6 (`nvext`, headers of agents), NeMo Agent Toolkit 1.6 and 1.9 (`nvext`), vLLM's proposal
-`agent_hint`. tests/serving/cache_hints/clients has what released clients send.
+`agent_hint`. tests/serving/cache_hints/clients has requests of released clients.
 """
 
 import contextlib

@@ -32,9 +32,8 @@ STREAMS = ROUTED
 WATCHES = 64
 """Streams of health and reflection."""
 RESET_S = 0.1
-"""Seconds after the last message until the peer has reset its stream, if it does. gRPC never frees
-what it has allocated for a status that it cannot send
-(https://github.com/grpc/grpc/issues/43360).
+"""Seconds after the last message until the peer has reset its stream, if it does. gRPC leaks the
+memory of a status that it cannot send (https://github.com/grpc/grpc/issues/43360).
 """
 WRITE_S = 5.0
 """For the last answer on a stream that is let go."""
@@ -141,8 +140,8 @@ class EndpointPicker:
 async def _whole_reads(
     incoming: AsyncIterator[pb.ProcessingRequest],
 ) -> AsyncGenerator[pb.ProcessingRequest]:
-    """Yield the messages. A read that its reader does not wait for any more ends with its stream:
-    gRPC never frees what it has allocated for a cancelled read.
+    """Yield the messages. A read that is given up goes on until its stream ends, because gRPC leaks
+    the memory of a cancelled read.
     """
     while True:
         reading = asyncio.ensure_future(_read(incoming))
@@ -161,7 +160,7 @@ async def _read(incoming: AsyncIterator[pb.ProcessingRequest]) -> pb.ProcessingR
 
 
 def _ignore(reading: "asyncio.Future[pb.ProcessingRequest | None]") -> None:
-    """Mark an error as seen: the stream has ended, and nobody waits for its messages."""
+    """Mark an error of a read that was given up as seen: it only says that the stream has ended."""
     if not reading.cancelled():
         reading.exception()
 
