@@ -215,8 +215,10 @@ def test_help_of_a_verb_lists_its_flags(root, door, words):
 
 def test_dev_lists_every_verb_and_every_bench():
     listed = call(ROOT, "dev").stdout
-    benches = {it.stem for it in (ROOT / "tools/bench").glob("*.py")}
-    benches |= {"ceiling", "copies", "fleet", "agents", "models"}  # in separate folders
+    folder = ROOT / "tools/bench"
+    benches = {it.stem for it in folder.glob("*.py")}
+    benches |= {it.parent.name for it in folder.glob("*/__main__.py")}
+    benches |= {"ceiling", "copies", "fleet"}  # in tools/ceiling
     assert benches == set(re.findall(r"^  bench (\w+) {2,}\w", listed, re.MULTILINE))
     cases = re.findall(r"^ {4}([a-z][a-z| -]*)\)", (ROOT / "scripts/dev").read_text(), re.MULTILINE)
     verbs = {verb for case in cases for verb in case.split(" | ")}

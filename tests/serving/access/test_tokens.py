@@ -474,6 +474,7 @@ async def test_a_tenant_called_admin_is_a_tenant(issuer, tmp_path):
     """Neither its files nor its caches are the operator's."""
     folder = str(tmp_path / "batches")
     async with running(**issuer.options, admin_api_key="the-operators", batch_folder=folder) as it:
+        await verifying(it)
         line = b'{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"prompt":"a"}}\n'
         files: Any = {"file": ("x.jsonl", line), "purpose": (None, "batch")}
         operator = bearer("the-operators")

@@ -427,16 +427,19 @@ import os, time
 from djl_python.input_parser import input_formatter
 @input_formatter
 def parse(payload):
-    if payload.get("hang"):
+    if begun := payload.get("begun"):
+        open(begun, "w").close()
         time.sleep(600)
     return {"prompt": "a", "user": str(os.getpid())}
 """
     async with handling(tmp_path, text, 30) as it:
         await it.invoke({"x": 1})
         code = it.pipeline.code
-        for _ in range(2):
-            call = asyncio.create_task(code.format_request(b'{"hang": true}', ""))
-            await until_async(lambda: code._process and code._process._calls)
+        for n in range(2):
+            begun = tmp_path / f"begun-{n}"
+            body = json.dumps({"begun": str(begun)}).encode()
+            call = asyncio.create_task(code.format_request(body, ""))
+            await until_async(begun.exists)
             call.cancel()
             before = {*processes()}
             await until_async(lambda before=before: not before & {*processes()})
