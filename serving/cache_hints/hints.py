@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hints of a server's requests, read and counted."""
 
+import functools
 from collections.abc import Callable, Iterable
 
 from prometheus_client import Counter
@@ -12,6 +13,7 @@ _HINTS = Counter(
     "Hints about KV caches in requests, by field, and by whether they were understood.",
     ["field", "taken"],
 )
+_counter = functools.cache(_HINTS.labels)  # a look-up of prometheus_client costs 2 µs
 
 
 class Hints:
@@ -49,4 +51,4 @@ def count(intent: CacheIntent) -> None:
     """Count the fields of a request, each once."""
     for fields, taken in ((intent.taken, "true"), (intent.ignored, "false")):
         for field in dict.fromkeys(fields):
-            _HINTS.labels(field, taken).inc()
+            _counter(field, taken).inc()

@@ -10,6 +10,7 @@ Sources: anthropic 2.11.0 and openai 3.52.0 (types of requests), vLLM 0.32 (`ses
 """
 
 import contextlib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -144,6 +145,7 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
 NO_INTENT = CacheIntent()
 
 
+@functools.lru_cache(4096)  # the turns of a conversation come soon after each other
 def digest(tenant: str | None, name: str) -> str:
     """Return the name of a tenant's conversation, wherever it goes: names of clients can be
     secrets, and two tenants may use the same.
