@@ -200,6 +200,22 @@ def test_a_conversation_is_read_into_memory_before_its_turn(first, options_of_fi
     assert first.client.get(own, headers=headers).status_code == 404
 
 
+def test_a_conversation_is_forgotten(first, options_of_first):
+    """No tier has its KV any longer. The KV of a conversation of the same name stays."""
+    headers, own = {"x-tenant": "forgotten", "x-session-id": "same"}, "/kv_sessions/same"
+    other = {**headers, "x-tenant": "kept"}
+    before = files(disk(options_of_first))
+    for sent in (headers, other):
+        ask(first, prompt("forgotten"), sent)
+        until(lambda sent=sent: ask(first, prompt("forgotten"), sent)[1] == HIT)
+    until(lambda: len(files(disk(options_of_first)) - before) == 2 * (HIT // CHUNK))
+    answer = first.client.delete(f"{own}?forget=true", headers=headers)
+    assert answer.json() == {"tokens": HIT}
+    assert len(files(disk(options_of_first)) - before) == HIT // CHUNK
+    assert ask(first, prompt("forgotten"), headers)[1] == 0
+    assert ask(first, prompt("forgotten"), other)[1] == HIT
+
+
 def test_a_turn_that_waits_is_read_into_memory(first):
     headers = {"x-session-id": "waits"}
     ask(first, prompt("waiting"), headers)

@@ -177,6 +177,15 @@ def test_what_clients_make_of_streams(tools):
         assert stream.get_final_completion().choices[0].message.parsed == City(city="Paris")
 
 
+@DOORS
+def test_requests_of_released_clients(door, request):
+    it = request.getfixturevalue(door)
+    for sent in agents.sent():
+        limit = "max_output_tokens" if "input" in sent.body else "max_tokens"
+        answer = it.client.post(sent.path, json={**sent.body, limit: 1}, headers=sent.headers)
+        assert answer.status_code == 200, (str(sent), answer.text)
+
+
 def strict(body):
     """A request with `strict` functions: their arguments fit the schemas, even if the model is
     untrained.
