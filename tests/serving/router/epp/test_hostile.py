@@ -350,12 +350,15 @@ async def test_a_stream_that_is_reset_leaves_nothing_allocated(said):
     command = (sys.executable, "-c", IN_USE)
     pipe = asyncio.subprocess.PIPE
     picker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe)
+    told, asking = picker.stdout, picker.stdin
+    assert told
+    assert asking
     try:
-        peer = Peer(None, int(await picker.stdout.readline()))
+        peer = Peer(None, int(await told.readline()))
 
         async def in_use():
-            picker.stdin.write(b"\n")
-            return int(await picker.stdout.readline())
+            asking.write(b"\n")
+            return int(await told.readline())
 
         async def reset(count):
             for _ in range(count // 100):
