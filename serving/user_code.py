@@ -698,8 +698,7 @@ class _Process:
         call.take(answer)
         if call.abandoned:
             self._update_responsive()
-        if self._retires:
-            self._end_if_retired()
+        self._end_if_retired()
 
     def _update_responsive(self) -> None:
         if self.ended or not any(call.may_block for call in self._calls.values()):
@@ -709,8 +708,7 @@ class _Process:
 
     def _end_if_retired(self) -> None:
         """Kill a retired process whose calls are all abandoned."""
-        waited_for = any(not call.abandoned for call in self._calls.values())
-        if self._retires and not self.ended and not waited_for:
+        if self._retires and not self.ended and all(it.abandoned for it in self._calls.values()):
             self.kill()
 
     async def _read_frame(self) -> tuple[int, Kind, memoryview | bytes]:

@@ -203,11 +203,6 @@ def tokens_of(served):
     return found
 
 
-def ready(served):
-    replicas = served.client.get("/replicas").json()["replicas"]
-    return sum(it["state"] == "ready" for it in replicas)
-
-
 def test_what_one_copy_has_computed_another_loads(copies):
     """The copy that has computed a prompt is suspended. The other one loads it from the tiers."""
     prompt = " ".join(f"shared{n}" for n in range(700))
@@ -220,11 +215,11 @@ def test_what_one_copy_has_computed_another_loads(copies):
     victim = parts(copies)[int(at.rpartition(":")[2])]
     victim.suspend()  # its copy of the KV cannot be used, and the router asks the other
     try:
-        until(lambda: ready(copies) == 1, 60)
+        until(lambda: copies.ready_replicas() == 1, 60)
         second = copies.client.post("/v1/completions", json=body)
     finally:
         victim.resume()
-    until(lambda: ready(copies) == 2, 60)
+    until(lambda: copies.ready_replicas() == 2, 60)
     assert second.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
     cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     whole = usage["prompt_tokens"] // 128 * 128  # tokens of whole chunks
@@ -248,7 +243,7 @@ def test_a_copy_that_is_killed_comes_back_with_its_adapters_and_the_other_serves
 
     def back():
         statuses.append(copies.invoke({**LMI, "inputs": f"{len(statuses)}"}).status_code)
-        return "is started again" in copies.logged() and ready(copies) == 2
+        return "is started again" in copies.logged() and copies.ready_replicas() == 2
 
     until(back, START_S)
     assert {*statuses} == {200}

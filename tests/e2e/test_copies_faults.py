@@ -49,11 +49,6 @@ def ask(served, **headers):
     return found["choices"][0]["text"], details.get("cached_tokens") or 0
 
 
-def ready(served):
-    rows = httpx.get(f"{served.url}/replicas").json()["replicas"]
-    return sum(row["state"] == "ready" for row in rows)
-
-
 def is_copy(process):
     *_, program, descriptor = process.cmdline()
     return program.endswith("halting_stores.py") and descriptor.isdigit()
@@ -75,7 +70,7 @@ def test_nothing_that_a_copy_had_reserved_and_not_written_is_read(options, tmp_p
         until(lambda: "Reaped non-GPU instance" in it.logged(), REAP_S + 60)
         assert ask(it) == (right, 0)
         until(lambda: ask(it)[1] > 0, 60)  # which the other copy has written since
-        until(lambda: "is started again" in it.logged() and ready(it) == 2, START_S)
+        until(lambda: "is started again" in it.logged() and it.ready_replicas() == 2, START_S)
         assert {ask(it)[0] for _ in range(4)} == {right}
         until(lambda: any((tmp_path / "kv").rglob("*.data")), 60)
     with serving(tmp_path / "again", *HALTING, **options) as it:

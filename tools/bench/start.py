@@ -67,20 +67,22 @@ BODY = {"prompt": "The import statement is", "max_tokens": 8, "logprobs": 0}
 RESAMPLES = 10_000
 
 
-def started(program: Program, read: list[int] | None = None) -> float:
-    """Seconds from the start of the process to its first answer. read: gets the bytes that each of
-    its processes has read from disks by then.
-    """
+def started(program: Program) -> float:
+    """Seconds from the start of the process to its first answer."""
+    with first_answer(program) as took:
+        return took
+
+
+@contextlib.contextmanager
+def first_answer(program: Program) -> Iterator[float]:
+    """Start the program for the `with` block. Yields the seconds until its first answer."""
     began = time.monotonic()
     with program:
         program.ready()
         answer = httpx.post(f"{program.url}/v1/completions", json=BODY, timeout=60)
         took = time.monotonic() - began
         answer.raise_for_status()
-        if read is not None:
-            processes = [program.own, *program.children()]
-            read.extend(it.io_counters().read_bytes for it in processes)
-        return took
+        yield took
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -258,9 +260,10 @@ def delivery(rounds: int, folder: Path) -> None:
     for _ in range(rounds):
         os.sync()
         PAGE_CACHE.write_text("3")
-        read: list[int] = []
-        took = started(Program(*SERVE, environ=asked, log=folder / "log"), read)
-        found.append((sum(read) / 1e6, took))
+        server = Program(*SERVE, environ=asked, log=folder / "log")
+        with first_answer(server) as took:
+            read = sum(it.io_counters().read_bytes for it in (server.own, *server.children()))
+        found.append((read / 1e6, took))
         print(f"page cache emptied: {found[-1][0]:.0f} MB read, {took:.1f} s", flush=True)
     sizes, times = zip(*found, strict=True)
     installed = sum(it.stat().st_size for it in files) / 1e6
@@ -316,7 +319,7 @@ def reconfiguration(rounds: int, folder: Path) -> None:
     found: list[tuple[float, float]] = []
     with Program(*SERVE, environ=asked, log=folder / "log") as server:
         server.ready()
-        until(lambda: _serving(server) == COPIES, START_S)
+        until(lambda: server.ready_replicas() == COPIES, START_S)
         with Load(server.url) as load:
             for _ in range(rounds):
                 usual, _ = load.rate(lambda: time.sleep(USUAL_S))
@@ -330,17 +333,11 @@ def reconfiguration(rounds: int, folder: Path) -> None:
     )
 
 
-def _serving(server: Program) -> int:
-    """How many copies serve."""
-    rows = httpx.get(f"{server.url}/replicas", timeout=60).json()["replicas"]
-    return sum(row["state"] == "ready" for row in rows)
-
-
 def _replace(server: Program) -> None:
     """Kill the engine of a copy, and wait until another copy serves in its place."""
     server.children("VLLM::")[0].kill()
-    until(lambda: _serving(server) < COPIES)
-    until(lambda: _serving(server) == COPIES, START_S)
+    until(lambda: server.ready_replicas() < COPIES)
+    until(lambda: server.ready_replicas() == COPIES, START_S)
 
 
 LANES = {

@@ -6,11 +6,8 @@ import json
 import pytest
 
 from serving.cache_hints.intent import READ_HERE, CacheIntent, digest
-from serving.protocol import MESSAGES, RESPONSES
 from serving.router.policy.routing_request import RequestReader
 from tests import agents
-from tests.fake_engine import whole
-from tests.serving.conftest import running
 from tests.serving.router.conftest import routing
 
 pytestmark = pytest.mark.anyio
@@ -78,14 +75,6 @@ READ = {
     "nemo: a tool's result": NEMO,
 }
 ALL = pytest.mark.parametrize("sent", agents.sent(), ids=str)
-
-
-@pytest.fixture(scope="module")
-async def door(anyio_backend):
-    async with running() as it:
-        for path in (RESPONSES, MESSAGES):
-            it.engine.answers[path] = whole(lambda call: {"said": "b a"})
-        yield it
 
 
 @pytest.fixture(scope="module")

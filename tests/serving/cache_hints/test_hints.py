@@ -22,7 +22,6 @@ from serving.cache_hints.intent import (
 )
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES
 from tests import agents
-from tests.fake_engine import whole
 from tests.serving.conftest import running
 
 pytestmark = pytest.mark.anyio
@@ -285,14 +284,6 @@ PROMPTS: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": SAID, "max_tokens": 4},
     "/invocations": {"inputs": "a b"},
 }
-
-
-@pytest.fixture(scope="module")
-async def door(anyio_backend):
-    async with running() as it:
-        for path in (RESPONSES, MESSAGES):
-            it.engine.answers[path] = whole(lambda call: {"said": "b a"})
-        yield it
 
 
 def counted(field: str, taken: str) -> float:

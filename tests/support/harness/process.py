@@ -108,6 +108,11 @@ class Program:
         )
         raise NotReady(f"{' '.join(self._command)}: {why}\n{self.logged()[-5000:]}")
 
+    def ready_replicas(self) -> int:
+        """How many copies of this server, or servers of this router, are ready."""
+        rows = httpx.get(f"{self.url}/replicas", timeout=60).json()["replicas"]
+        return sum(row["state"] == "ready" for row in rows)
+
     def listens(self) -> bool:
         """Whether it accepts connections. For programs that do not speak HTTP."""
         with socket.socket() as client:
