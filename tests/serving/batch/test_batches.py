@@ -776,7 +776,7 @@ def admins(tmp_path):
 async def test_an_administrator_lists_and_cancels_any_batch_and_reads_none(tmp_path, admins):
     team, operator = ({"x-api-key": it} for it in ("team", "operator"))
     async with batching(tmp_path / "b", api_keys_file=admins) as it:
-        lines = [line(f"{n}", "secret words", max_tokens=200) for n in range(40)]
+        lines = [line(f"{n}", "wait secret words") for n in range(4)]
         file = (await upload(it, jsonl(*lines), headers=team)).json()["id"]
         made = await create(it, file, headers=team, metadata={"of": "the team"})
         name = made.json()["id"]

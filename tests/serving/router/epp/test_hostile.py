@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import sys
@@ -341,7 +342,7 @@ async def main():
 asyncio.run(main())
 """
 """Prints the picker's port, and for each line the bytes that its process has allocated in C."""
-RESETS = 1000
+RESETS = 500
 
 
 @pytest.mark.parametrize("said", [(), (headed(), body())], ids=["silent", "asks"])
@@ -373,12 +374,14 @@ async def test_a_stream_that_is_reset_leaves_nothing_allocated(said):
                 for call in calls:
                     call.cancel()
                 await asyncio.gather(*(it.code() for it in calls))
-            await asyncio.sleep(1)
 
-        await reset(300)
-        before = await in_use()
-        await reset(RESETS)
-        assert await in_use() - before < 40 * RESETS
+        levels = []
+        for _ in range(5):
+            await reset(RESETS)
+            await asyncio.sleep(1)  # the streams end
+            levels.append(await in_use())
+        # A table that grows to its size adds its bytes once, a leak adds them each time.
+        assert min(after - before for before, after in itertools.pairwise(levels)) < 40 * RESETS
     finally:
         picker.kill()
         await picker.wait()
