@@ -94,6 +94,8 @@ class Chaos:
             users.going.set()
             await asyncio.sleep(WARM_S)
             before = await self.quiet()
+            if options.hostile and options.soak:
+                await self.world.fill()
             users.going.set()
             if options.hostile:
                 await self._hostile()

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The world of chaos: two servers or more, the store that they share, and the router."""
 
+import asyncio
 import contextlib
 import json
 import os
+import random
 import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from pathlib import Path
 
 import aiohttp
@@ -16,17 +19,25 @@ import psutil
 from tests.support.harness import metrics, ports
 from tests.support.harness.process import START_S, Program
 from tests.support.harness.wait import until_async
+from tests.support.models.tiny import VOCABULARY
 from tools.chaos.hostile.gate import Gate
 from tools.chaos.ledger import Ledger, Sample
 from tools.chaos.parts import Disk, Kept, Server, Store, model
 from tools.chaos.traffic import Client
 
+CHUNK = 32  # tokens
+"""The fewest of vLLM on a CPU, so that a cache server soon keeps all chunks that it can."""
 LMCACHE = """
+chunk_size: {chunk}
 max_local_cpu_size: 0.1
 local_disk: {disk}
 max_local_disk_size: {gib}
 extra_config: {{use_odirect: true}}
 """
+FILLING = 512  # tokens
+"""Of prompts that fill tiers: attention makes longer ones slow."""
+EVENTS_OF = 65_536
+"""Chunks whose tokens LMCache's server keeps at most, for its events."""
 UNFORESEEN = "a request failed unexpectedly"  # as serving/errors.py logs it
 NO_PREFIX_CACHE = {"OPTION_ENABLE_PREFIX_CACHING": "false"}  # so that hits come from the tiers
 ADMIN = "the-operators"
@@ -105,11 +116,13 @@ class World:
         disk = Disk(self.folder / f"disk-{n + 1}")
         self._closing.callback(disk.close)
         tiers = self.folder / f"lmcache-{n + 1}.yaml"
-        tiers.write_text(LMCACHE.format(disk=disk.folder, gib=0.3 / (self.copies or 1)))
+        gib = 0.3 / (self.copies or 1)
+        tiers.write_text(LMCACHE.format(chunk=CHUNK, disk=disk.folder, gib=gib))
         environ = {
             "OPTION_MODEL_ID": str(path),
             "OPTION_DTYPE": "float32",
             "OPTION_MAX_MODEL_LEN": "4096",
+            "OPTION_BLOCK_SIZE": str(CHUNK),
             "OPTION_KV_CACHE_MEMORY_BYTES": "256M",
             **(self._attacked() if self._hostile else NO_PREFIX_CACHE),
             "OPTION_ENABLE_LORA": "true",
@@ -152,6 +165,25 @@ class World:
             sys.exit("they did not get ready\n" + "\n".join(lines))
         what = f"{self.copies} copies" if self.copies else f"{len(self.servers)} servers"
         say(f"{what} and the router are ready", began)
+
+    async def fill(self) -> None:
+        """Have as many chunks stored as the cache servers keep anything of, in memory, on disk or
+        for events, so that later growth is a leak.
+        """
+        began, drawn = time.monotonic(), random.Random(0)
+        left = iter(range(len(self.servers) * EVENTS_OF * CHUNK // FILLING))
+
+        async def ask() -> None:
+            for _ in left:
+                prompt = drawn.choices(range(3, VOCABULARY), k=FILLING + 1)
+                body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+                kind = {"content-type": "application/json"}
+                found = await self.aside.send("POST", "/v1/completions", body, kind)
+                if found.status != HTTPStatus.OK:
+                    sys.exit(f"chunks are not stored: {found.failure or found.body!r}")
+
+        await asyncio.gather(*(ask() for _ in range(16)))
+        say("the cache servers are full", began)
 
     def look_into_logs(self) -> None:
         for it in self.programs:

@@ -86,8 +86,9 @@ def _packed(append: Any) -> Any:
     @functools.wraps(append)
     def appended(self: Any, *args: Any) -> None:
         append(self, *args)
-        event = self._kv_event_log[-1]
-        event.token_ids = array("I", event.token_ids)
+        tokens = args[4] if len(args) > 4 else ()
+        if tokens:  # the ones of the binding, without a copy
+            self._kv_event_log[-1].token_ids = tokens
 
     return appended
 

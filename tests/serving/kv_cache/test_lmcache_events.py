@@ -121,7 +121,9 @@ def test_the_tokens_come_from_the_first_rank(server):
 
 
 def test_a_stored_chunk_takes_little_memory(server):
-    """A list of Python's numbers has 36 bytes a token. The server keeps 65,536 such lists."""
+    """A list of Python's numbers has 36 bytes a token. The server keeps 65,536 such lists. An event
+    has the tokens of its chunk without a copy: one would be 4 bytes a token more.
+    """
     chunks, length = 100, 256
     tracemalloc.start()
     try:
@@ -138,7 +140,7 @@ def test_a_stored_chunk_takes_little_memory(server):
     batch = server.events.read_kv_events("model", 0, chunks)
     assert [it.token_ids[0] for it in batch.events] == [1000 + n * length for n in range(chunks)]
     assert msgspec.json.decode(msgspec.json.encode(batch.events[0].token_ids))[-1] == 1255
-    assert (after - before) / chunks / length < 12
+    assert (after - before) / chunks / length < 8
 
 
 def test_lmcache_still_finds_its_handler(server):
