@@ -71,7 +71,9 @@ class Objectives:
         """Return the caller of a request with these headers. A key's priority takes precedence over
         that of an objective, which any client can name. Unknown names may be those of other pools.
         """
-        name = headers.get(OBJECTIVE, b"").decode("latin-1")
+        if not self._priorities or (named := headers.get(OBJECTIVE)) is None:
+            return caller
+        name = named.decode("latin-1")
         if not (priority := self._priorities.get(name, 0)):
             return caller
         # The engine runs the lowest priority first, and Kubernetes the highest.

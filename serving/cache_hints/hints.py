@@ -49,6 +49,11 @@ class Hints:
 
 def count(intent: CacheIntent) -> None:
     """Count the fields of a request, each once."""
-    for fields, taken in ((intent.taken, "true"), (intent.ignored, "false")):
+    add(intent.taken, intent.ignored, 1)
+
+
+def add(taken: Iterable[str], ignored: Iterable[str], requests: int) -> None:
+    """Count the fields of so many requests, each once: those understood, and all others."""
+    for fields, understood in ((taken, "true"), (ignored, "false")):
         for field in dict.fromkeys(fields):
-            _counter(field, taken).inc()
+            _counter(field, understood).inc(requests)

@@ -64,6 +64,8 @@ _WITHOUT_EFFECT = (
 """Keys of `nvext.agent_hints` of Dynamo's and NeMo Agent Toolkit's that have no effect here."""
 
 _HEADERS = frozenset((SESSION_ID, *CONVERSATIONS, *PARENTS, *FINALS))
+_FURTHER = frozenset((*PARENTS, *FINALS, CLAUDE_AGENT_ID))
+"""Those that tell more than a conversation's name."""
 
 FIELDS = (
     *sorted(it.decode() for it in _HEADERS),
@@ -200,18 +202,19 @@ def read(
     conversation's id by the operator's own header or key. low: whether the request is worth less
     than others, whatever it says itself.
     """
-    if not (own or low or _has_hints(headers, keys, body)):
-        return NO_INTENT
-    return _Reading(headers, keys, body, tenant).intent(own, low)
+    named = not _HEADERS.isdisjoint(headers)
+    further = named and not _FURTHER.isdisjoint(headers)
+    if low or further or _has_hints(keys, body):
+        return _Reading(headers, keys, body, tenant).intent(own, low)
+    if own or named:
+        return _Reading(headers, keys, body, tenant).only_named(own)
+    return NO_INTENT
 
 
-def _has_hints(
-    headers: Mapping[bytes, bytes], keys: HintKeys, body: bytes | bytearray | None
-) -> bool:
-    """Whether there is anything to read: most requests have no hint."""
+def _has_hints(keys: HintKeys, body: bytes | bytearray | None) -> bool:
+    """Whether a body has anything to read: most have no hint."""
     return bool(
-        not _HEADERS.isdisjoint(headers)
-        or (keys.session_id or keys.cache_control or keys.nvext or keys.agent_hint)
+        (keys.session_id or keys.cache_control or keys.nvext or keys.agent_hint)
         or (keys.prompt_cache_key or keys.prompt_cache_options or keys.prompt_cache_retention)
         or (keys.request_type or keys.document_order)
         or (body and (b'"cache_control"' in body or b'"prompt_cache_breakpoint"' in body))
@@ -258,6 +261,18 @@ class _Reading:
             ignored=tuple(self._ignored),
         )
 
+    def only_named(self, own: str) -> CacheIntent:
+        """Return what intent() does for a request that tells nothing but its conversation's name,
+        as most of those with a hint do.
+        """
+        session = self._session(own)
+        return CacheIntent(
+            session=session,
+            seconds=CONVERSATION_S if session else 0,
+            taken=tuple(self._taken),
+            ignored=tuple(self._ignored),
+        )
+
     # Which conversation
 
     def _session(self, own: str) -> str:
@@ -266,7 +281,7 @@ class _Reading:
         if found := self._named(_SESSION_KEY, own):
             return found
         for name in CONVERSATIONS:
-            if found := self._of(name):
+            if name in self._headers and (found := self._of(name)):
                 return found
         return self._named("session_id", self._text("session_id", self._keys.session_id))
 

@@ -12,6 +12,8 @@ from prometheus_client import Counter, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from serving.cache_hints import hints
+
 
 class Histogram(prometheus_client.Histogram):
     """A histogram that buffers observations as plain numbers until its series are read."""
@@ -216,11 +218,15 @@ class Tally:
         """By replica, status of its answer (0 without) and how they ended."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.hints: Counts[tuple[tuple[str, ...], tuple[str, ...]]] = Counts()
+        """By the fields of hints that were understood, and those that were not."""
 
     def flush(self) -> None:
         """Add it to the series."""
         for (replica, status, end), count in self.requests.items():
             REQUESTS.labels(replica, str(status or ""), end).inc(count)
+        for fields, count in self.hints.items():
+            hints.add(*fields, count)
         PROMPT_TOKENS.inc(self.prompt_tokens)
         CACHED_TOKENS.inc(self.cached_tokens)
         DECISION.flush()
@@ -229,4 +235,5 @@ class Tally:
         FORECAST.flush()
         HELD.flush()
         self.requests.clear()
+        self.hints.clear()
         self.prompt_tokens = self.cached_tokens = 0

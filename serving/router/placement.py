@@ -20,7 +20,7 @@ import msgspec
 from serving import errors
 from serving.access.caller import Caller, HandOver, Phase
 from serving.access.limits import Limiter
-from serving.cache_hints import hints
+from serving.cache_hints.intent import NO_INTENT
 from serving.errors import BadRequest, NotReady, Overloaded, ServingError, Shed
 from serving.observability import logs
 from serving.observability.redaction import redacted
@@ -257,7 +257,9 @@ class Placement:
             self._foreseeable = knows and found.streamed and not request.streamed
             if within and self._routing.pool.accuracy.trusted:
                 found = msgspec.structs.replace(found, within=within)
-            hints.count(found.intent)
+            if found.intent is not NO_INTENT:
+                hinted = found.intent.taken, found.intent.ignored
+                self._routing.tally.hints[hinted] += 1
             if found.adapter and not request.caller.may_use(found.adapter):
                 found = msgspec.structs.replace(found, adapter="")  # for it there is none
             self.features = found
@@ -480,9 +482,12 @@ class Placement:
         began = time.perf_counter()
         bound = routing.affinity.replica(features.session) if features.session else None
         home = candidates.named(bound) if bound else None
-        choice = Choice(home) if home else self._cheapest(candidates, now)
-        if self.inference and not home:  # the cache of a session's replica is not looked up
-            self._count_turn(choice, candidates)
+        if home:  # the cache of a session's replica is not looked up
+            choice = Choice(home)
+        else:
+            choice = routing.conversations.choose(self._policy, features, candidates, now)
+            if features.session:
+                self._count_turn(choice, candidates)
         self._go(choice, now)
         self._take_prefilled(self.replica)
         if self._foreseeable and not home and not self._prefilled_on:
@@ -495,10 +500,6 @@ class Placement:
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("%s", self.decision())
         return self.replica
-
-    def _cheapest(self, candidates: Candidates[Replica], now: float) -> Choice:
-        conversations = self._routing.conversations
-        return conversations.choose(self._policy, self.features, candidates, now)
 
     def _count_turn(self, choice: Choice, candidates: Candidates[Replica]) -> None:
         """Count a further turn of a conversation: the tokens computed again, and whether its
@@ -629,9 +630,11 @@ class Placement:
         replica's answer shows which.
         """
         assert self.replica
+        if not is_error(status):
+            return False
         suspect = self._trial or self.replica.breaker.suspect
         bound = self._reason[1]  # to a session, which no other replica has
-        return is_error(status) and suspect and not bound and not self._doubted
+        return suspect and not bound and not self._doubted
 
     def doubt(self) -> None:
         """Hold that error against the next replica's answer."""
@@ -671,13 +674,15 @@ class Placement:
 
     def leave(self) -> None:
         """Its replica has no more to do with it."""
-        if self.replica and self._trial:
+        if not self.replica:
+            return
+        if self._trial:
             self._trial = False
             self.replica.breaker.abandoned(time.monotonic())
         self._routing.placements.discard(self)
         self._awaited = None
         replica, self.replica = self.replica, None
-        if replica and self._work:
+        if self._work:
             replica.end(self._work)
             self._work = None
             self._routing.held.wake()
@@ -685,10 +690,13 @@ class Placement:
     def over(self, request: Request, outcome: Outcome, trace: Span | None) -> None:
         """It has ended: count it, write its line, end its span, and leave its replica."""
         name = self.replica.name if self.replica else ""
-        self._wait_no_more()
+        if self._waiter:
+            self._wait_no_more()
         self.leave()
-        self._excuse(time.monotonic())
-        self._routing.limiter.charge(request.caller, self._uncharged)
+        if self._doubted:
+            self._excuse(time.monotonic())
+        if self._uncharged:
+            self._routing.limiter.charge(request.caller, self._uncharged)
         self._routing.tally.requests[name, outcome.status, outcome.end] += 1
         error, status = outcome.error, outcome.status or CLIENT_LEFT
         if error:

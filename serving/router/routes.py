@@ -88,7 +88,9 @@ class Routes:
 
     def of(self, method: bytes, path: str) -> Route | None:
         """The route of a request, None if it needs no replica."""
-        return INFERENCE if method == b"POST" and self._added(path) else route_of(method, path)
+        if self._more and method == b"POST" and self._added(path):
+            return INFERENCE
+        return route_of(method, path)
 
     def methods(self, path: str) -> list[str]:
         """The methods that a path answers. None if the path does not exist."""

@@ -129,7 +129,7 @@ class HeldQueue:
 
     def wake(self) -> None:
         """Release the requests whose turn has come. To be called when a server may be ready."""
-        if self._waking:  # by what one of them does as it goes; it is looked at next
+        if not self._kinds or self._waking:  # by what one of them does; it is looked at next
             return
         self._waking = True
         try:

@@ -131,7 +131,7 @@ class CircuitBreaker:
 
     def begin(self, now: float) -> bool:
         """A request goes to the replica. Whether it is a trial, whose end must be reported."""
-        trial = self.ejected and self.allows(now)
+        trial = bool(self.reason) and self.allows(now)
         if trial:
             self._trial = True
             self._changed()
@@ -153,7 +153,7 @@ class CircuitBreaker:
         self._unreachable = 0
         error = is_error(status)
         self._errors.append(error)
-        if self.ejected:
+        if self.reason:
             if trial:
                 self._tried(now, failed=error)
             return

@@ -7,6 +7,7 @@ taken for equal, such a prompt goes beside its parent. This is never a rule: one
 cannot pin a fleet.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -59,7 +60,7 @@ class Conversations:
         near = self._near(request, replicas, choice)
         if near is None or near is choice.replica:
             return choice
-        other = policy.choose(request, [near], now)
+        other = policy.at(request, near, now)
         dearer = cost_of(request, *other) - cost_of(request, *choice)
         late = not in_time(request, *other, now) and in_time(request, *choice, now)
         return choice if dearer > NEAR or late else other
@@ -72,7 +73,7 @@ class Conversations:
         """
         intent, candidates = request.intent, Candidates.of(replicas)
         for conversation in (request.session, intent.parent):
-            if found := candidates.named(self.replica(conversation)):
+            if conversation and (found := candidates.named(self.replica(conversation))):
                 return found
         if intent.bucket and not choice.held.tokens:
             return next(candidates.order(intent.bucket), None)
@@ -98,13 +99,13 @@ class Conversations:
         """The request goes to the replica."""
         if not request.session:
             return
-        self._turns.pop(request.session, None)
         if request.intent.final:
+            self._turns.pop(request.session, None)
             return
         chain = request.chain
-        lengths = sorted({len(chain) * part // PARTS for part in range(1, PARTS + 1)} - {0})
-        points = tuple((n, chain[n - 1]) for n in lengths)
+        points = tuple([(n, chain[n - 1]) for n in _lengths(len(chain))])
         self._turns[request.session] = _Turn(replica, points)
+        self._turns.move_to_end(request.session)
         if len(self._turns) > LIMIT:
             self._turns.popitem(last=False)
 
@@ -113,3 +114,9 @@ class Conversations:
         theirs = [it for it, turn in self._turns.items() if turn.replica == replica]
         for conversation in theirs:
             self._turns[conversation] = self._turns[conversation]._replace(replica="")
+
+
+@functools.lru_cache(maxsize=1024)  # the longest chain that the router reads has fewer links
+def _lengths(links: int) -> tuple[int, ...]:
+    """The points of a chain with this number of links: after how many each is."""
+    return tuple(sorted({links * part // PARTS for part in range(1, PARTS + 1)} - {0}))

@@ -137,6 +137,11 @@ class _Cheapest:
         _, replica, held = min(near, key=lambda entry: self._chosen.get(entry[1].name, 0.0))
         return Choice(replica, held)
 
+    def at(self, request: RoutingRequest, replica: Load, now: float) -> Choice:
+        """The choice of this replica: choose() if there is no other one."""
+        replica.settle(now)
+        return Choice(replica, Held.of(self.reach(request, replica.name, now), request.tokens))
+
     def costs(
         self, request: RoutingRequest, replicas: Iterable[Load], home: Load | None, now: float
     ) -> list[tuple[float, Load, Held]]:

@@ -52,7 +52,9 @@ _UNCACHED = frozenset(path.encode() for path in NOT_GENERATED)
 _BYTES = (b"multipart/", b"image/", b"audio/", b"video/", b"application/octet-stream")
 """Types of files, and of forms with a file, most of all sound: of none a prefix is cached."""
 
-_CONSENT = b'"%b"' % documents.CANONICAL.encode()
+_CONSENT = msgspec.Raw(b'"%b"' % documents.CANONICAL.encode())
+_TRUE = msgspec.Raw(b"true")
+_EMPTY = msgspec.Raw(b'""')
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -146,6 +148,7 @@ class RequestReader:
         self._session_header = session_key.lower().encode() if session_key else b""
         self._session_fields = tuple(fields)
         self._only_named = bool(session_key) and strategy == "session"
+        self._has_own = bool(session_key or fields)
         self._chained = strategy in ("prefixaware", "kvaware")
         self._adapters = adapters
         self._models = models
@@ -169,11 +172,12 @@ class RequestReader:
         prompt = memoryview(given or body)
         tokens = _tokens(prompt, body, chat=bool(given) and given is keys.messages)
         path = target.partition(b"?")[0]
-        if bytes(keys.document_order) == _CONSENT and given is keys.messages:
+        if keys.document_order == _CONSENT and given is keys.messages:
             prompt = memoryview(_in_order(keys, path.decode("latin-1"), len(body)))
             tokens += len(bytes(keys.documents)) // BYTES_PER_TOKEN
         tokens += _MEDIA_TOKENS if file else 0
-        if system := bytes(keys.system or keys.instructions):
+        if keys.system or keys.instructions:
+            system = bytes(keys.system or keys.instructions)
             if _BILL in system:
                 system = _BILLS.sub(b"", system)
             prompt = memoryview(system + prompt)
@@ -186,24 +190,30 @@ class RequestReader:
             # What else decides whether KV caches of equal prompts are one.
             links = chain(prompt, (adapter, tenant, bytes(keys.cache_salt), tools))
         computed = path not in _UNCOMPUTED
-        own = intent.own(
-            headers, self._session_header, (getattr(keys, it) for it in self._session_fields)
-        )
+        own = self._own(headers, keys) if self._has_own else ""
         named = own if self._session_header else ""
         # Marks name no conversation, and to search for one costs as much as all else.
         hints = intent.read(headers, keys, None, tenant, own=named)
+        session = hints.session
+        if self._has_own:
+            session = self._session(headers, session, own, tenant)
         return RoutingRequest(
             tokens=tokens + len(tools) // BYTES_PER_TOKEN if computed else 0,
             chain=links,
             model=self._model(keys),
             adapter=adapter,
-            salt=_text(keys.cache_salt) or None,
-            session=self._session(headers, hints.session, own, tenant),
+            salt=(_text(keys.cache_salt) or None) if keys.cache_salt else None,
+            session=session,
             intent=hints,
-            begins_session=NEW_SESSION
-            in (headers.get(SESSION_ID, b"").decode("latin-1"), _text(keys.request_type)),
-            streamed=bytes(keys.stream) == b"true",
+            begins_session=headers.get(SESSION_ID) == intent.NEW_SESSION
+            or bool(keys.request_type and _text(keys.request_type) == NEW_SESSION),
+            streamed=keys.stream == _TRUE,
         )
+
+    def _own(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
+        """The conversation's id by the operator's or the strategy's own names."""
+        values = [getattr(keys, it) for it in self._session_fields]
+        return intent.own(headers, self._session_header, values)
 
     def _model(self, keys: _Keys) -> str:
         if self._models is None:
@@ -211,10 +221,10 @@ class RequestReader:
         return model if self._models and (model := _text(keys.model)) in self._models else ""
 
     def _adapter(self, headers: Mapping[bytes, bytes], keys: _Keys, target: bytes) -> str:
-        if adapter := headers.get(ADAPTER_ID, b"").decode("latin-1"):
-            return adapter
-        if (adapter := _text(keys.adapters)) or bytes(keys.adapters) == b'""':  # the base model
-            return adapter
+        if named := headers.get(ADAPTER_ID):
+            return named.decode("latin-1")
+        if keys.adapters and ((adapter := _text(keys.adapters)) or keys.adapters == _EMPTY):
+            return adapter  # "" is the base model
         if (queried := _queried(target)) is not None:
             return queried
         if self._adapters and (model := _text(keys.model)) in self._adapters:
@@ -243,7 +253,7 @@ def _in_order(keys: _Keys, path: str, size: int) -> bytes:
 
 def _queried(target: bytes) -> str | None:
     """The adapter that a target's query names."""
-    if ADAPTER_IN_QUERY.encode() not in target:
+    if b"?" not in target or ADAPTER_IN_QUERY.encode() not in target:
         return None
     query = target.partition(b"?")[2].decode("latin-1")
     return next(iter(parse_qs(query, keep_blank_values=True).get(ADAPTER_IN_QUERY, ())), None)
