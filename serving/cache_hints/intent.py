@@ -202,23 +202,19 @@ def read(
     conversation's id by the operator's own header or key. low: whether the request is worth less
     than others, whatever it says itself.
     """
-    named = not _HEADERS.isdisjoint(headers)
-    further = named and not _FURTHER.isdisjoint(headers)
-    if low or further or _has_hints(keys, body):
-        return _Reading(headers, keys, body, tenant).intent(own, low)
-    if own or named:
-        return _Reading(headers, keys, body, tenant).only_named(own)
-    return NO_INTENT
-
-
-def _has_hints(keys: HintKeys, body: bytes | bytearray | None) -> bool:
-    """Whether a body has anything to read: most have no hint."""
-    return bool(
-        (keys.session_id or keys.cache_control or keys.nvext or keys.agent_hint)
+    named = own or not _HEADERS.isdisjoint(headers)
+    if (
+        low
+        or (named and not _FURTHER.isdisjoint(headers))
+        or (keys.session_id or keys.cache_control or keys.nvext or keys.agent_hint)
         or (keys.prompt_cache_key or keys.prompt_cache_options or keys.prompt_cache_retention)
         or (keys.request_type or keys.document_order)
         or (body and (b'"cache_control"' in body or b'"prompt_cache_breakpoint"' in body))
-    )
+    ):
+        return _Reading(headers, keys, body, tenant).intent(own, low)
+    if not named:  # most requests have no hint
+        return NO_INTENT
+    return _Reading(headers, keys, body, tenant).only_named(own)
 
 
 class _Reading:

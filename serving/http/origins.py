@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from serving.errors import Forbidden
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
+_FROM_PAGES = frozenset((b"origin", b"sec-fetch-site"))
+"""Headers that only browsers send."""
 
 
 class Origins:
@@ -36,7 +38,7 @@ class Origins:
                 f"the host {host!r:.100} is not this machine's: the server listens on a loopback "
                 "address; OPTION_HOST=0.0.0.0 lets it listen on all, and accept any name"
             )
-        if method in _SAFE or self._any:
+        if method in _SAFE or self._any or _FROM_PAGES.isdisjoint(headers):
             return
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if origin in self._allowed:

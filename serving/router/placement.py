@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -42,7 +43,7 @@ from serving.router.policy.conversations import Conversations
 from serving.router.policy.policies import Choice, Policy, PrefixAware
 from serving.router.policy.replica_load import PER_REQUEST, Work
 from serving.router.policy.routing_request import Reader, RoutingRequest
-from serving.router.policy.tiers import Held, described
+from serving.router.policy.tiers import NOTHING, described
 from serving.router.retry import RetryBudget
 from serving.router.routes import Routes, creates, generates
 from serving.router.session_affinity import SessionAffinity
@@ -50,6 +51,7 @@ from serving.waiting.held import HeldQueue, Waiter
 
 log = logging.getLogger(__name__)
 
+_called = attrgetter("called")
 TRIES = 4
 """Replicas that one request is sent to, at most."""
 PREFILL_S = 60.0
@@ -212,7 +214,7 @@ class Placement:
         self._among = among
         self._own: Row | None = None  # of several models in this container
         self._work: Work | None = None
-        self._reason = Held(), False  # expected hits at its replica; whether by its session
+        self._reason = NOTHING, False  # expected hits at its replica; whether by its session
         self._divisible = False
         self._foreseeable = False  # whether the first token shows in the answer
         self._awaited: Awaited | None = None
@@ -469,7 +471,7 @@ class Placement:
         if fetch := self.fetch:
             signed = HandOver(len(fetch.front), fetch.digest)
             caller, phase = msgspec.structs.replace(caller, hand_over=signed), "decode"
-        names = [it.called for it in (self.replica, *others)]
+        names = self.replica.called, *map(_called, others)
         return self._routing.identity(caller, names, phase)
 
     def choose(self) -> Replica | None:
@@ -479,7 +481,6 @@ class Placement:
         candidates = self.candidates(now)
         if not candidates:
             return None
-        began = time.perf_counter()
         bound = routing.affinity.replica(features.session) if features.session else None
         home = candidates.named(bound) if bound else None
         if home:  # the cache of a session's replica is not looked up
@@ -493,7 +494,7 @@ class Placement:
         if self._foreseeable and not home and not self._prefilled_on:
             self._awaited = choice.replica.first_token.awaited(choice.replica.queued, now)
         if self.inference:
-            metrics.DECISION.add(time.perf_counter() - began)
+            metrics.DECISION.add(time.monotonic() - now)
             routing.tally.prompt_tokens += features.tokens
             routing.tally.cached_tokens += choice.held.tokens
             self._reason = choice.held, bool(home)
@@ -607,13 +608,14 @@ class Placement:
     def first_byte(self, waited: float) -> None:
         """Record the first byte of its answer after this many seconds: its prompt is computed."""
         self._routing.pool.first_bytes.append(waited - (self.held_s or 0.0))
-        self._learn_first_token()
+        if self._awaited:
+            self._learn_first_token(self._awaited)
         self.computed()
         self.heard()
 
-    def _learn_first_token(self) -> None:
-        awaited, self._awaited = self._awaited, None
-        if not (awaited and self.replica and self._answers):
+    def _learn_first_token(self, awaited: Awaited) -> None:
+        self._awaited = None
+        if not (self.replica and self._answers):
             return
         ratio = self.replica.first_token.learn(awaited, time.monotonic())
         if ratio is not None:

@@ -60,6 +60,8 @@ class Route(enum.Enum):
 
 
 _INFERENCE = re.compile("|".join((INVOCATIONS_PATH, *ENGINE_PATHS, *OTHERS_PATHS)))
+_ENGINES = frozenset((*ENGINE_PATHS, *OTHERS_PATHS))
+"""The inference paths without names in them."""
 _GENERATES = re.compile("|".join((INVOCATIONS_PATH, CHAT_COMPLETIONS, COMPLETIONS, MESSAGES)))
 _READ = re.compile(
     "|".join((f"{MODELS}(/.+)?", EXECUTION_PARAMETERS, f"({ADAPTERS_PATH})(/[^/]+)?"))
@@ -118,7 +120,7 @@ def may_be_added(path: str) -> bool:
 
 def route_of(method: bytes, path: str) -> Route | None:
     """The route of a request by the paths that are known."""
-    if method == b"POST" and _INFERENCE.fullmatch(path):
+    if method == b"POST" and (path in _ENGINES or _INFERENCE.fullmatch(path)):
         return INFERENCE
     if method in (b"GET", b"HEAD") and _READ.fullmatch(path):
         return READ
@@ -154,7 +156,7 @@ _TEMPLATES = [
         *(f"{MODELS}/{{id}}", KV_SESSION, KV_PREFETCH),
     )
 ]
-_PLAIN = frozenset((*ENGINE_PATHS, *OTHERS_PATHS, MODELS, EXECUTION_PARAMETERS))
+_PLAIN = _ENGINES | {MODELS, EXECUTION_PARAMETERS}
 
 
 def template(path: str) -> str:

@@ -149,7 +149,8 @@ class CircuitBreaker:
 
     def answered(self, status: int, now: float, *, trial: bool = False) -> None:
         """The replica has begun an answer."""
-        self.moved(now)
+        if now > self._moved_at:
+            self._moved_at = now
         self._unreachable = 0
         error = is_error(status)
         self._errors.append(error)

@@ -283,9 +283,9 @@ class ReplicaPool:
             if among is None:
                 self._kept[kind] = groups
         for group in groups:
-            if left := group.without(tried):
+            if left := group.without(tried) if tried else group:
                 return left
-        return groups[-1].without(tried)
+        return left
 
     def _groups(
         self, model: str, adapter: str, now: float, among: Set[str] | None

@@ -245,8 +245,7 @@ class PrefixIndex:
 
     def reach(self, replica: str, chain: Sequence[int], now: float) -> Reach:
         """How far the replica's caches reach into a prompt with this chain."""
-        path = self._path(chain)
-        if not path:
+        if not chain or not (path := self._path(chain)):
             return NOWHERE
         engine = memory = disk = shared = 0
         capacity = self._capacity.get(replica, _UNKNOWN)

@@ -133,7 +133,8 @@ class Load:
 
     def settle(self, now: float) -> None:
         """Count prompts as computed that should be by now."""
-        while (at := self.settles_at) is not None and at <= now:
-            work = next(iter(self._guessed))
-            del self._guessed[work]
+        guessed = self._guessed
+        while guessed and next(iter(guessed.values())) <= now:
+            work = next(iter(guessed))
+            del guessed[work]
             self.computed(work)

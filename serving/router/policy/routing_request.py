@@ -225,7 +225,7 @@ class RequestReader:
             return named.decode("latin-1")
         if keys.adapters and ((adapter := _text(keys.adapters)) or keys.adapters == _EMPTY):
             return adapter  # "" is the base model
-        if (queried := _queried(target)) is not None:
+        if b"?" in target and (queried := _queried(target)) is not None:
             return queried
         if self._adapters and (model := _text(keys.model)) in self._adapters:
             return model
@@ -253,7 +253,7 @@ def _in_order(keys: _Keys, path: str, size: int) -> bytes:
 
 def _queried(target: bytes) -> str | None:
     """The adapter that a target's query names."""
-    if b"?" not in target or ADAPTER_IN_QUERY.encode() not in target:
+    if ADAPTER_IN_QUERY.encode() not in target:
         return None
     query = target.partition(b"?")[2].decode("latin-1")
     return next(iter(parse_qs(query, keep_blank_values=True).get(ADAPTER_IN_QUERY, ())), None)
