@@ -9,10 +9,13 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
+from serving.cache_hints import intent as intent_module
 from serving.cache_hints import marks
 from serving.cache_hints.intent import (
     FIELDS,
+    ID_BYTES,
     MOST_S,
+    NO_INTENT,
     READ_HERE,
     CacheIntent,
     HintKeys,
@@ -20,7 +23,14 @@ from serving.cache_hints.intent import (
     own_key,
     read,
 )
-from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES
+from serving.protocol import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    CONVERSATIONS,
+    MESSAGES,
+    RESPONSES,
+    SESSION_ID,
+)
 from tests import agents
 from tests.serving.conftest import running
 
@@ -231,6 +241,29 @@ def test_the_operators_key_comes_before_other_clients_and_after_sagemaker():
     assert own_key(None)({b"": b"s"}, b'{"": "s"}') == ""
     assert intent({"X-Session-ID": "q"}, {}, own="s").session == S
     assert intent({"X-Amzn-SageMaker-Session-Id": "s"}, {}, own="q").session == S
+
+
+NAMES = (SESSION_ID, *CONVERSATIONS)
+
+
+@pytest.mark.parametrize("value", [b"s", b"NEW_SESSION", b"", b"\xff" * 200, b"s" * (ID_BYTES + 1)])
+@pytest.mark.parametrize("own", ["", "o", "o" * (ID_BYTES + 1)])
+@pytest.mark.parametrize("names", [(), *((it,) for it in NAMES), NAMES])
+def test_a_name_alone_is_read_as_it_is_with_all_else(names, own, value):
+    """Most requests with a hint only name their conversation, so the rest is not looked for."""
+    headers = dict.fromkeys(names, value)
+    whole = intent_module._Reading(headers, HintKeys(), None, "a").intent(own, low=False)
+    assert read(headers, HintKeys(), None, "a", own=own) == whole
+
+
+def test_nothing_is_read_of_a_request_without_hints(monkeypatch):
+    monkeypatch.delattr(intent_module, "_Reading")
+    assert intent({"Content-Type": "application/json"}, {"messages": SAID}) is NO_INTENT
+
+
+def test_of_a_name_alone_nothing_else_is_looked_for(monkeypatch):
+    monkeypatch.delattr(intent_module._Reading, "intent")
+    assert intent({"X-Session-ID": "s"}, {"messages": SAID}).session == S
 
 
 def test_a_tenants_session_is_no_others():

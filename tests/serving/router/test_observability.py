@@ -6,6 +6,7 @@ import logging
 import re
 
 import pytest
+from prometheus_client import REGISTRY
 
 from serving.router.placement import CLIENT_LEFT
 from tests.collector import collecting
@@ -289,3 +290,21 @@ async def test_what_waits_is_told_in_tokens_and_in_seconds():
         assert 2 <= waits <= 2.2
         held.cancel()
         await until_async(lambda: not len(it.router.routing.held))
+
+
+async def test_hints_of_requests_are_counted_each_once():
+    def counted(field, taken):
+        labels = {"field": field, "taken": taken}
+        return REGISTRY.get_sample_value("slipway_cache_hints_total", labels) or 0
+
+    async with routing(1) as it:
+        await it.client.get("/metrics")
+        before = counted("x-session-id", "true"), counted("session_id", "false")
+        for body in ({}, {}, {"session_id": "a" * 300}):
+            headers = {} if body else {"x-session-id": "s"}
+            await it.post({"prompt": "a", **body}, headers=headers)
+        await it.client.get("/metrics")
+        after = counted("x-session-id", "true"), counted("session_id", "false")
+        assert after == (before[0] + 2, before[1] + 1)
+        await it.client.get("/metrics")
+        assert after == (counted("x-session-id", "true"), counted("session_id", "false"))

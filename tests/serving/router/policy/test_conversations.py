@@ -129,3 +129,19 @@ def test_an_ended_conversation_is_forgotten_and_so_are_the_oldest(monkeypatch):
         fleet.ask(LONG, x_session_id=str(number))
     known = [bool(fleet.conversations.replica(digest(None, str(it)))) for it in range(5)]
     assert known == [False, False, True, True, True]
+    fleet.ask(LONG, x_session_id="2")
+    fleet.ask(LONG, x_session_id="5")
+    known = [bool(fleet.conversations.replica(digest(None, str(it)))) for it in range(6)]
+    assert known == [False, False, True, False, True, True]
+
+
+def test_the_replica_of_the_last_turn_is_taken_with_what_it_holds(monkeypatch):
+    """No second choice is made for it."""
+    fleet = Fleet()
+    first = fleet.ask(LONG, x_session_id="s")
+    other = next(it for it in fleet.loads if it is not first)
+    monkeypatch.setattr(fleet.policy, "choose", lambda *_: policies.Choice(other))
+    request = read({b"x-session-id": b"s"}, json.dumps({"prompt": LONG}).encode())
+    found = fleet.conversations.choose(fleet.policy, request, fleet.loads, fleet.now)
+    assert found.replica is first
+    assert found.held.tokens == covered(within(len(LONG) // 4))
