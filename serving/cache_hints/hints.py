@@ -53,7 +53,7 @@ def count(intent: CacheIntent) -> None:
 
 
 def add(taken: Iterable[str], ignored: Iterable[str], requests: int) -> None:
-    """Count the fields of so many requests, each once: those understood, and all others."""
+    """Count the fields of equal requests. taken, ignored: as CacheIntent has them."""
     for fields, understood in ((taken, "true"), (ignored, "false")):
         for field in dict.fromkeys(fields):
             _counter(field, understood).inc(requests)

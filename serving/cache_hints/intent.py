@@ -65,7 +65,7 @@ _WITHOUT_EFFECT = (
 
 _HEADERS = frozenset((SESSION_ID, *CONVERSATIONS, *PARENTS, *FINALS))
 _FURTHER = frozenset((*PARENTS, *FINALS, CLAUDE_AGENT_ID))
-"""Those that tell more than a conversation's name."""
+"""The headers with other hints than a conversation's name."""
 
 FIELDS = (
     *sorted(it.decode() for it in _HEADERS),
@@ -258,8 +258,8 @@ class _Reading:
         )
 
     def only_named(self, own: str) -> CacheIntent:
-        """Return what intent() does for a request that tells nothing but its conversation's name,
-        as most of those with a hint do.
+        """Return the intent of a request that only names its conversation. It is the same as that
+        of intent(), and takes less time.
         """
         session = self._session(own)
         return CacheIntent(

@@ -219,7 +219,7 @@ class Tally:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.hints: Counts[tuple[tuple[str, ...], tuple[str, ...]]] = Counts()
-        """By the fields of hints that were understood, and those that were not."""
+        """Requests with hints, by the fields `taken` and `ignored` of their CacheIntent."""
 
     def flush(self) -> None:
         """Add it to the series."""

@@ -118,5 +118,5 @@ class Conversations:
 
 @functools.lru_cache(maxsize=1024)  # the longest chain that the router reads has fewer links
 def _lengths(links: int) -> tuple[int, ...]:
-    """The points of a chain with this number of links: after how many each is."""
+    """The points of a chain with this number of links, as numbers of links."""
     return tuple(sorted({links * part // PARTS for part in range(1, PARTS + 1)} - {0}))

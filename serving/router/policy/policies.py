@@ -138,7 +138,7 @@ class _Cheapest:
         return Choice(replica, held)
 
     def at(self, request: RoutingRequest, replica: Load, now: float) -> Choice:
-        """The choice of this replica: choose() if there is no other one."""
+        """The replica as a choice, with the tokens that it holds."""
         replica.settle(now)
         return Choice(replica, Held.of(self.reach(request, replica.name, now), request.tokens))
 

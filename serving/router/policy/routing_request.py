@@ -211,7 +211,7 @@ class RequestReader:
         )
 
     def _own(self, headers: Mapping[bytes, bytes], keys: _Keys) -> str:
-        """The conversation's id by the operator's or the strategy's own names."""
+        """The conversation's id by the header or key that the operator or the strategy names."""
         values = [getattr(keys, it) for it in self._session_fields]
         return intent.own(headers, self._session_header, values)
 
