@@ -512,11 +512,13 @@ class Supervisor(Container):
 
         def drained() -> bool:
             told = self._router_end is None or self._seen >= revision
-            return entry.state is State.COLD or (told and not entry.work.in_flight)
+            return entry.state is not State.STOPPING or (told and not entry.work.in_flight)
 
         await gone(drained, DRAIN_S)
         # It may have been told to stop before it had a process.
         await gone(lambda: entry.state is State.COLD or entry.number in self._servers, STOP_S)
+        if entry.state is not State.STOPPING:  # its server has ended, and another may be starting
+            return
         child = self._servers.get(entry.number)
         if entry.falls_asleep and not entry.work.in_flight:
             slept = await self._order(entry, orders.SLEEP)

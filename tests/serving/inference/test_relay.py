@@ -159,6 +159,28 @@ async def test_an_output_formatter_gets_events_in_order_and_holds_a_bounded_numb
     assert lines == [it for number in range(events) for it in ("data:", '{"n":', f"{number}}}")]
 
 
+COUNTING = """
+from djl_python.output_formatter import output_formatter
+
+state = {"n": 0}
+
+@output_formatter
+%sdef render(output):
+    state["n"] += 1
+    return state
+"""
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+async def test_each_event_has_what_the_formatter_returned_for_it(tmp_path, kind):
+    """Also if it returns the same object again, with other contents."""
+    async with running() as served, coded(served, tmp_path, COUNTING % kind):
+        answer_with(served, Counted(40))
+        answer = await served.invoke({"prompt": "a", "stream": True})
+    found = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line]
+    assert [it["n"] for it in found] == [*range(1, 41)]
+
+
 TOGETHER = """
 import threading
 from djl_python.output_formatter import output_formatter

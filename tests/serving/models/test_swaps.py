@@ -129,6 +129,18 @@ def test_sleepers_wake_and_make_room_when_memory_of_the_host_is_short():
     assert decided(wants, falling, room=GPU) == ()
 
 
+def test_the_hosts_memory_is_kept_for_a_model_that_falls_asleep():
+    """Also against a model that needs nothing of the GPU."""
+    wants = gpu("a", State.COLD, waiting_since=NOW - 2)
+    beside = waits("c", 8, asleep=None)
+    room = Footprint(10 * GB, 10 * GB)
+    assert decided(wants, gpu("b", State.READY), beside, room=room) == (Step("b", Act.SLEEP),)
+    falling = gpu("b", State.STOPPING, falls_asleep=True)
+    assert decided(wants, falling, beside, room=room) == ()
+    small = dataclasses.replace(beside, awake=Footprint(7 * GB))
+    assert decided(wants, falling, small, room=room) == (Step("c", Act.START),)
+
+
 def test_what_can_never_have_room():
     assert fits(model("a", size=10), [up("b", 9)], ROOM)
     assert not fits(model("a", size=11), [], ROOM)

@@ -265,6 +265,18 @@ async def test_the_list_of_models_has_pages(own):
         answer = await own.client.get(f"/models?limit={limit}")
         assert answer.status_code == 400
         assert f"limit={limit!r}" in answer.json()["message"]
+    assert (await own.client.get(f"/models?limit={'0' * 5000}1")).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("query", "body"),
+    [("model_name=c&url=/c&synchronous=perhaps", ""), ("", '{"model_name": "c", "url": 5}')],
+)
+async def test_a_call_with_an_invalid_value_is_told_which(tmp_path, query, body):
+    async with serving(tmp_path, dynamic=True) as it:
+        answer = await it.client.post(f"/models?{query}", content=body)
+    assert answer.status_code == 400
+    assert ("$.synchronous" if query else "$.url") in answer.json()["message"]
 
 
 async def test_when_the_supervisor_is_gone_calls_are_answered(tmp_path):
