@@ -568,7 +568,10 @@ def told(error: BaseException, folder: Path = Path(FILE)) -> str:
     """Return an exception as a line: type, message, and its place in the folder's files."""
     # The failed code's frames may hold all the memory that this process has.
     traceback.clear_frames(error.__traceback__)
-    message = " ".join(str(error).split())
+    try:
+        message = " ".join(str(error).split())
+    except BaseException as failure:
+        message = f"its __str__ raises {type(failure).__name__}"
     if isinstance(error, SyntaxError) and error.filename:
         text = (error.text or "").strip()
         return f"{Path(error.filename).name}, line {error.lineno}: {error.msg}: {text!r}"

@@ -57,15 +57,12 @@ class Model:
         if self.state is State.ASLEEP:
             assert self.asleep is not None
             return self.asleep
-        if self.state is State.STOPPING and self.falls_asleep:
-            return self.awake + self.growth
+        if self.state is State.STOPPING and self.falls_asleep and self.asleep:
+            # Its weights are coming to the host while they are on the GPU.
+            return Footprint(
+                max(self.awake.host, self.asleep.host), max(self.awake.gpu, self.asleep.gpu)
+            )
         return self.awake
-
-    @property
-    def growth(self) -> Footprint:
-        """The memory that it takes in addition while it falls asleep: its weights on the host."""
-        more = (self.asleep or self.awake) - self.awake
-        return Footprint(max(more.host, 0), max(more.gpu, 0))
 
     @property
     def busy(self) -> bool:
@@ -150,8 +147,6 @@ def _steps(models: Sequence[Model], room: Footprint, now: float) -> Iterator[Ste
             going.add(victim.name)
             found = next(other for other in others if other.name == victim.name)
             coming += found.gives(sleeps=victim.act is Act.SLEEP)
-            if victim.act is Act.SLEEP:
-                free, coming = free - found.growth, coming + found.growth
         free -= need  # kept for it until the others have gone
 
 

@@ -130,15 +130,12 @@ def test_sleepers_wake_and_make_room_when_memory_of_the_host_is_short():
 
 
 def test_the_hosts_memory_is_kept_for_a_model_that_falls_asleep():
-    """Also against a model that needs nothing of the GPU."""
-    wants = gpu("a", State.COLD, waiting_since=NOW - 2)
-    beside = waits("c", 8, asleep=None)
-    room = Footprint(10 * GB, 10 * GB)
-    assert decided(wants, gpu("b", State.READY), beside, room=room) == (Step("b", Act.SLEEP),)
+    """Even if the model that it makes room for is no longer wanted."""
     falling = gpu("b", State.STOPPING, falls_asleep=True)
-    assert decided(wants, falling, beside, room=room) == ()
-    small = dataclasses.replace(beside, awake=Footprint(7 * GB))
-    assert decided(wants, falling, small, room=room) == (Step("c", Act.START),)
+    fitting = gpu("c", State.COLD, host=8, size=2, waiting_since=NOW - 1)
+    assert decided(falling, fitting, room=GPU) == (Step("c", Act.START),)
+    larger = dataclasses.replace(fitting, awake=Footprint(9 * GB, 2 * GB))
+    assert decided(falling, larger, room=GPU) == ()
 
 
 def test_what_can_never_have_room():
