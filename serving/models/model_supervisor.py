@@ -435,7 +435,7 @@ class Supervisor(Container):
             return
         if entry.loading:  # SageMaker takes it for one that is not loaded
             self._loaded(entry, 400, f"the model {entry.offer.name} does not start: {reason}")
-            entry.state = State.COLD
+            self._enter(entry, State.COLD, reason)  # for the requests that wait for it
             self._remove(entry)
             return
         entry.quick, entry.trouble_until = 0, time.monotonic() + TROUBLE_S
