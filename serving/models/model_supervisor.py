@@ -107,6 +107,7 @@ class Entry:
     state: State = State.COLD
     since: float = dataclasses.field(default_factory=time.monotonic)
     start_s: float = 0.0
+    wake_s: float = 0.0
     used: float = 0.0
     waiting_since: float | None = None
     work: Work = _IDLE
@@ -136,6 +137,7 @@ class Entry:
             asleep=self.offer.asleep,
             pinned=self.offer.pinned,
             start_s=self.start_s,
+            wake_s=self.wake_s,
             ready_since=self.since,
             used=self.used,
             in_flight=self.work.in_flight,
@@ -452,7 +454,9 @@ class Supervisor(Container):
 
     async def _wake(self, entry: Entry) -> None:
         """Wake a model's engine up. If that fails, its server is killed, as if it had ended."""
+        began = time.monotonic()
         if await self._order(entry, orders.WAKE):
+            entry.wake_s = time.monotonic() - began
             if entry.state is State.STARTING:
                 self._enter(entry, State.READY)
         elif child := self._servers.get(entry.number):

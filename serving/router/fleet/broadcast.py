@@ -68,9 +68,9 @@ class Broadcast:
 
     async def send_about_conversation(self, request: Request, name: str = "") -> Answer:
         """Let all replicas answer about a conversation. Returns the answer of the one that has kept
-        most of it, or else the worst answer; raises ServingError. What is to be forgotten is not
-        forgotten while a replica has failed. name: the only replica that is asked, if it is ready;
-        "" for all.
+        most of it, or else the worst answer; raises ServingError. If a replica fails to delete the
+        KV, the worst answer is returned. name: the only replica that is asked, if it is ready; ""
+        for all.
         """
         only = name if any(it.name == name for it in self._pool.ready) else ""
         _, answers = await self._ask(request, lambda it: only in ("", it.name))
