@@ -5,7 +5,6 @@ import concurrent.futures
 import json
 import shutil
 import signal
-import socket
 import sys
 import threading
 
@@ -199,31 +198,6 @@ def test_an_engine_that_cannot_sleep_is_stopped(sleepers):
     assert sleepers.ask("a").status_code == 200
     assert sleepers.states()["c"] == "COLD"
     assert "the engine did not sleep" in sleepers.logged()
-
-
-def test_a_model_that_dies_before_it_sleeps_is_started_awake(sleepers):
-    assert sleepers.ask("a").status_code == 200
-    (a,) = [it for it in sleepers.servers() if _serves(sleepers, it, "a")]
-    with (
-        concurrent.futures.ThreadPoolExecutor() as pool,
-        _sent(sleepers, "a", "wait"),  # which its engine answers never
-    ):
-        with _sent(sleepers, "b", "x"):
-            until(lambda: sleepers.states()["a"] == "STOPPING", 120)
-        again = pool.submit(sleepers.ask, "a")
-        until(lambda: "slipway_router_held 1.0" in sleepers.get("/metrics").text, 60)
-        a.kill()
-        assert again.result().status_code == 200
-    assert sleepers.states()["a"] == "READY"
-
-
-def _sent(container, model, prompt):
-    """A connection with a request whose answer nobody reads."""
-    body = json.dumps({"model": model, "prompt": prompt}).encode()
-    found = socket.create_connection(("127.0.0.1", container.port))
-    found.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n")
-    found.sendall(b"content-length: %d\r\n\r\n%b" % (len(body), body))
-    return found
 
 
 @pytest.fixture(scope="module")
