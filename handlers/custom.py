@@ -283,14 +283,16 @@ class Code:
             return None
 
         def run() -> bytes:
-            results: list[Any] = []
+            done: list[bytes] = []
             fault: str | None = None
             try:
                 for event in events:
-                    results.append(function(event.decode()))
+                    done.append(_encoded("the formatter", function(event.decode())))
+            except Fault as error:
+                fault = str(error)
             except BaseException as error:
                 fault = told(error, self._folder)
-            return _packed(results, fault)
+            return _packed(done, fault)
 
         return self._threads.add(run, on_done)
 
@@ -300,14 +302,15 @@ class Code:
 
     async def _formatted(self, events: list[bytes]) -> bytes:
         """Format a stream's events with an async formatter. Returns the packed Formatted."""
-        results: list[Any] = []
+        done: list[bytes] = []
         fault: str | None = None
         try:
             for event in events:
-                results.append(await self._called("output", event.decode()))
+                result = await self._called("output", event.decode())
+                done.append(_encoded("the formatter", result))
         except Fault as error:
             fault = str(error)
-        return _packed(results, fault)
+        return _packed(done, fault)
 
     async def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
         function = self.functions[name]
@@ -515,14 +518,8 @@ def _payload(body: bytes, content_type: str) -> dict[str, Any]:
     return payload
 
 
-def _packed(results: list[Any], fault: str | None) -> bytes:
+def _packed(done: list[bytes], fault: str | None) -> bytes:
     """Return Formatted in msgpack. fault: why results are missing, or None."""
-    done: list[bytes] = []
-    try:
-        for result in results:
-            done.append(_encoded("the formatter", result))
-    except Fault as error:
-        fault = str(error)
     formatted: Formatted = done, fault
     return msgspec.msgpack.encode(formatted)
 
@@ -571,7 +568,10 @@ def told(error: BaseException, folder: Path = Path(FILE)) -> str:
     """Return an exception as a line: type, message, and its place in the folder's files."""
     # The failed code's frames may hold all the memory that this process has.
     traceback.clear_frames(error.__traceback__)
-    message = " ".join(str(error).split())
+    try:
+        message = " ".join(str(error).split())
+    except BaseException as failure:
+        message = f"its __str__ raises {type(failure).__name__}"
     if isinstance(error, SyntaxError) and error.filename:
         text = (error.text or "").strip()
         return f"{Path(error.filename).name}, line {error.lineno}: {error.msg}: {text!r}"

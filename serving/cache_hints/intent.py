@@ -147,11 +147,17 @@ class CacheIntent(msgspec.Struct, frozen=True, kw_only=True):
 NO_INTENT = CacheIntent()
 
 
-@functools.lru_cache(4096)  # the turns of a conversation come soon after each other
 def digest(tenant: str | None, name: str) -> str:
     """Return the name of a tenant's conversation, wherever it goes: names of clients can be
     secrets, and two tenants may use the same.
     """
+    if len(name) > ID_BYTES or len(tenant or "") > ID_BYTES:  # a body's key may have megabytes
+        return _digest.__wrapped__(tenant, name)
+    return _digest(tenant, name)
+
+
+@functools.lru_cache(4096)  # the turns of a conversation come soon after each other
+def _digest(tenant: str | None, name: str) -> str:
     return hashlib.sha256(msgspec.json.encode(("session", tenant, name))).hexdigest()[:32]
 
 

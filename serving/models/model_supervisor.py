@@ -107,6 +107,7 @@ class Entry:
     state: State = State.COLD
     since: float = dataclasses.field(default_factory=time.monotonic)
     start_s: float = 0.0
+    wake_s: float = 0.0
     used: float = 0.0
     waiting_since: float | None = None
     work: Work = _IDLE
@@ -136,6 +137,7 @@ class Entry:
             asleep=self.offer.asleep,
             pinned=self.offer.pinned,
             start_s=self.start_s,
+            wake_s=self.wake_s,
             ready_since=self.since,
             used=self.used,
             in_flight=self.work.in_flight,
@@ -435,7 +437,7 @@ class Supervisor(Container):
             return
         if entry.loading:  # SageMaker takes it for one that is not loaded
             self._loaded(entry, 400, f"the model {entry.offer.name} does not start: {reason}")
-            entry.state = State.COLD
+            self._enter(entry, State.COLD, reason)  # for the requests that wait for it
             self._remove(entry)
             return
         entry.quick, entry.trouble_until = 0, time.monotonic() + TROUBLE_S
@@ -452,7 +454,9 @@ class Supervisor(Container):
 
     async def _wake(self, entry: Entry) -> None:
         """Wake a model's engine up. If that fails, its server is killed, as if it had ended."""
+        began = time.monotonic()
         if await self._order(entry, orders.WAKE):
+            entry.wake_s = time.monotonic() - began
             if entry.state is State.STARTING:
                 self._enter(entry, State.READY)
         elif child := self._servers.get(entry.number):
@@ -512,11 +516,13 @@ class Supervisor(Container):
 
         def drained() -> bool:
             told = self._router_end is None or self._seen >= revision
-            return entry.state is State.COLD or (told and not entry.work.in_flight)
+            return entry.state is not State.STOPPING or (told and not entry.work.in_flight)
 
         await gone(drained, DRAIN_S)
         # It may have been told to stop before it had a process.
         await gone(lambda: entry.state is State.COLD or entry.number in self._servers, STOP_S)
+        if entry.state is not State.STOPPING:  # its server has ended, and another may be starting
+            return
         child = self._servers.get(entry.number)
         if entry.falls_asleep and not entry.work.in_flight:
             slept = await self._order(entry, orders.SLEEP)

@@ -31,10 +31,11 @@ class Model:
     """A model at the time of a decision.
 
     awake: its memory while it starts, is ready, or stops. asleep: its memory while it sleeps; None
-    if it can only be stopped. pinned: whether it never makes room. start_s: the measured seconds of
-    its start; 0 before the first. ready_since: when it became ready. used: when it last had a
-    request. in_flight: requests that it works on. waiting_since: when the oldest request began to
-    wait for it; None without one. falls_asleep: whether it is STOPPING in order to sleep.
+    if it can only be stopped. pinned: whether it never makes room. start_s, wake_s: the measured
+    seconds of its last start and of its last waking up; 0 before the first. ready_since: when it
+    became ready. used: when it last had a request. in_flight: requests that it works on.
+    waiting_since: when the oldest request began to wait for it; None without one. falls_asleep:
+    whether it is STOPPING in order to sleep.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Model:
     asleep: Footprint | None = None
     pinned: bool = False
     start_s: float = 0.0
+    wake_s: float = 0.0
     ready_since: float = 0.0
     used: float = 0.0
     in_flight: int = 0
@@ -57,7 +59,17 @@ class Model:
         if self.state is State.ASLEEP:
             assert self.asleep is not None
             return self.asleep
+        if self.state is State.STOPPING and self.falls_asleep and self.asleep:
+            # Its weights are coming to the host while they are on the GPU.
+            return Footprint(
+                max(self.awake.host, self.asleep.host), max(self.awake.gpu, self.asleep.gpu)
+            )
         return self.awake
+
+    @property
+    def return_s(self) -> float:
+        """The seconds that it takes to be ready again, once it has made room."""
+        return self.start_s if self.state is State.COLD else self.wake_s or self.start_s
 
     @property
     def busy(self) -> bool:
@@ -70,19 +82,19 @@ class Model:
 
     def may_go(self, now: float) -> bool:
         """Whether it may make room, apart from requests that it works on. A model that is up for
-        less than its own start took would only be started again: A-B-A-B.
+        less than its return takes would only be started again: A-B-A-B.
         """
         if self.pinned:
             return False
         if self.state is State.ASLEEP:
             return self.waiting_since is None
-        return self.state is State.READY and now - self.ready_since >= self.start_s
+        return self.state is State.READY and now - self.ready_since >= self.return_s
 
     def overdue(self, now: float) -> bool:
         """Whether the wait for it forces a swap."""
         if self.waiting_since is None:
             return False
-        return now - self.waiting_since >= max(2 * self.start_s, LEAST_WAIT_S)
+        return now - self.waiting_since >= max(2 * self.return_s, LEAST_WAIT_S)
 
 
 class Act(enum.StrEnum):

@@ -206,6 +206,7 @@ class Router:
             *(self._access.identity, self.rules.tenant),
         )
         self._changes: set[asyncio.Task[None]] = set()
+        self._changing: list[str] = []  # models whose adapters are being changed
         self._picker = self._endpoint_picker()
         # life
         self.draining = False
@@ -386,14 +387,16 @@ class Router:
     # several models in this container
 
     def _work(self) -> dict[str, tuple[int, int]]:
-        """The waiting requests of each model, and those in flight."""
+        """The waiting requests of each model, and those in flight, with changes of adapters."""
         assert self._models
         waiting = Counter[str]()
         for kind, count in self.routing.held.counts().items():
             assert isinstance(kind, Kind)
             waiting[kind.model] += count
-        in_flight = {self._models.at(it.name): it.in_flight for it in self.pool.replicas}
-        return {name: (waiting[name], in_flight.get(name, 0)) for name in self._models.rows}
+        in_flight = Counter(self._changing)
+        for replica in self.pool.replicas:
+            in_flight[self._models.at(replica.name)] += replica.in_flight
+        return {name: (waiting[name], in_flight[name]) for name in self._models.rows}
 
     def _on_models(self, before: Mapping[str, Row]) -> None:
         """Record the models' states, as the supervisor has reported them."""
@@ -678,8 +681,16 @@ class Router:
 
     async def _changed(self, request: Request) -> Answer:
         """Return the answer to a change. Raises ServingError."""
-        endpoint = self._models.named(request, "").endpoint if self._models else ""
-        return await self._broadcast.send(request, endpoint)
+        if not self._models:
+            return await self._broadcast.send(request)
+        row = self._models.named(request, "")
+        if not row.open:  # an engine that falls asleep could not load it
+            raise NotReady(f"the model {row.name} does not run; send it a request, and try again")
+        self._changing.append(row.name)
+        try:
+            return await self._broadcast.send(request, row.endpoint)
+        finally:
+            self._changing.remove(row.name)
 
     async def _to_all(
         self, responder: WholeResponder, answering: Coroutine[Any, Any, Answer]

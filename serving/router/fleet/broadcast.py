@@ -20,6 +20,8 @@ from serving.router.http.upstream import FRAMING, HOP_BY_HOP
 
 _PASSED_ON = (b"content-type", ADAPTER_ALIAS, REQUEST_ID)
 _CREDENTIALS = (AUTHORIZATION, API_KEY)
+FORGET = b"forget=true"
+"""In the query of a call that deletes a conversation's KV."""
 _OURS = HOP_BY_HOP | FRAMING | {b"content-type", b"content-encoding", REQUEST_ID}
 """Headers of a replica's answer that the client gets from the router, or not at all."""
 
@@ -66,13 +68,17 @@ class Broadcast:
 
     async def send_about_conversation(self, request: Request, name: str = "") -> Answer:
         """Let all replicas answer about a conversation. Returns the answer of the one that has kept
-        most of it, or else the worst answer; raises ServingError. name: the only replica that is
-        asked, if it is ready; "" for all.
+        most of it, or else the worst answer; raises ServingError. If a replica fails to delete the
+        KV, the worst answer is returned. name: the only replica that is asked, if it is ready; ""
+        for all.
         """
         only = name if any(it.name == name for it in self._pool.ready) else ""
         _, answers = await self._ask(request, lambda it: only in ("", it.name))
         good = [it for it in answers if isinstance(it, Answer) and it.status < 300]
-        return max(good, key=_tokens) if good else _worst(answers)
+        failed = any(isinstance(it, BaseException) or (it and it.status >= 500) for it in answers)
+        if not good or (failed and FORGET in request.target):
+            return _worst(answers)
+        return max(good, key=_tokens)
 
     async def _ask(
         self, request: Request, asks: Callable[[Replica], bool]

@@ -40,7 +40,7 @@ def listed(models: OwnModels, request: Request) -> dict[str, Any]:
     """
     asked = _query(request)
     limit, after = asked.get("limit", str(PAGE)), asked.get("next_page_token", "")
-    if not re.fullmatch("0*[1-9][0-9]{0,8}", limit):
+    if not re.fullmatch("[1-9][0-9]{0,8}", limit):
         raise BadRequest(f"limit={limit!r:.100}: should be a number from 1 to {PAGE}", "limit")
     rest = sorted(name for name in models.rows if name > after)
     page = rest[: min(int(limit), PAGE)]
@@ -115,9 +115,11 @@ async def load(models: OwnModels, request: Request) -> tuple[int, dict[str, Any]
             asked = _read_load(request.body)
         else:
             asked = msgspec.convert(_query(request), _Load, strict=False)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        why = f": {error!s:.200}" if isinstance(error, msgspec.ValidationError) else ""
         raise BadRequest(
             'the body should be like {"model_name": "NAME", "url": "/opt/ml/models/NAME/model"}'
+            + why
         ) from None
     if not is_model_name(asked.model_name) or "/" in asked.model_name:
         raise BadRequest(

@@ -159,6 +159,52 @@ async def test_an_output_formatter_gets_events_in_order_and_holds_a_bounded_numb
     assert lines == [it for number in range(events) for it in ("data:", '{"n":', f"{number}}}")]
 
 
+COUNTING = """
+from djl_python.output_formatter import output_formatter
+
+state = {"n": 0}
+
+@output_formatter
+%sdef render(output):
+    state["n"] += 1
+    return state
+"""
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+async def test_each_event_has_what_the_formatter_returned_for_it(tmp_path, kind):
+    """Also if it returns the same object again, with other contents."""
+    async with running() as served, coded(served, tmp_path, COUNTING % kind):
+        answer_with(served, Counted(40))
+        answer = await served.invoke({"prompt": "a", "stream": True})
+    found = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line]
+    assert [it["n"] for it in found] == [*range(1, 41)]
+
+
+UNTELLABLE = """
+from djl_python.output_formatter import output_formatter
+
+class Untellable(Exception):
+    def __str__(self):
+        raise self
+
+@output_formatter
+def render(output):
+    if "20" in output:
+        raise Untellable
+    return output
+"""
+
+
+async def test_an_exception_that_cannot_be_told_ends_its_stream_at_its_event(tmp_path):
+    async with running() as served, coded(served, tmp_path, UNTELLABLE):
+        answer_with(served, Counted(40))
+        answer = await served.invoke({"prompt": "a", "stream": True}, timeout=20)
+    *events, error = (line for line in answer.text.splitlines() if line)
+    assert [json.loads(it.removeprefix("data: "))["n"] for it in events] == [*range(20)]
+    assert "Untellable: its __str__ raises Untellable (model.py, line 11)" in error
+
+
 TOGETHER = """
 import threading
 from djl_python.output_formatter import output_formatter

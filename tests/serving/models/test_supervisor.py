@@ -264,6 +264,8 @@ def test_a_call_that_does_not_wait(multi):
     faulty = {"model_name": "faulty", "url": str(multi.folder / "faulty" / "model")}
     told = httpx.post(f"{multi.url}/models", json=faulty | {"synchronous": False}, timeout=60)
     assert told.status_code == 202
+    waited = multi.ask("faulty")
+    assert (waited.status_code, "the weights are torn" in waited.text) == (503, True)
     until(lambda: multi.states() == {}, 120)
     assert multi.get("/models/faulty").status_code == 404
 

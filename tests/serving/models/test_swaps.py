@@ -129,6 +129,28 @@ def test_sleepers_wake_and_make_room_when_memory_of_the_host_is_short():
     assert decided(wants, falling, room=GPU) == ()
 
 
+def test_a_model_that_wakes_up_soon_makes_room_soon():
+    wants = gpu("a", State.ASLEEP, waiting_since=NOW - 1)
+    woken = gpu("b", State.READY, start_s=200.0, wake_s=2.0, ready_since=NOW - 3)
+    room = Footprint(10 * GB, 9 * GB)
+    assert decided(wants, woken, room=room) == (Step("b", Act.SLEEP),)
+    assert decided(wants, dataclasses.replace(woken, wake_s=4.0), room=room) == ()
+    assert decided(wants, dataclasses.replace(woken, wake_s=0.0), room=room) == ()
+    busy = dataclasses.replace(woken, in_flight=1)
+    waits_ = dataclasses.replace(wants, start_s=200.0, waiting_since=NOW - LEAST_WAIT_S)
+    assert decided(waits_, busy, room=room) == ()
+    assert decided(dataclasses.replace(waits_, wake_s=2.0), busy, room=room)
+
+
+def test_the_hosts_memory_is_kept_for_a_model_that_falls_asleep():
+    """Even if the model that it makes room for is no longer wanted."""
+    falling = gpu("b", State.STOPPING, falls_asleep=True)
+    fitting = gpu("c", State.COLD, host=8, size=2, waiting_since=NOW - 1)
+    assert decided(falling, fitting, room=GPU) == (Step("c", Act.START),)
+    larger = dataclasses.replace(fitting, awake=Footprint(9 * GB, 2 * GB))
+    assert decided(falling, larger, room=GPU) == ()
+
+
 def test_what_can_never_have_room():
     assert fits(model("a", size=10), [up("b", 9)], ROOM)
     assert not fits(model("a", size=11), [], ROOM)

@@ -1171,6 +1171,21 @@ async def test_a_call_about_a_conversation_goes_to_all_and_the_most_is_answered(
         assert (found.status_code, found.headers["allow"]) == (405, "GET, DELETE")
 
 
+async def test_a_conversation_is_not_forgotten_while_a_replica_has_not():
+    async def dying(replica, asked, writer):
+        writer.transport.abort()
+
+    failing = sends(whole(503, b'{"code":503}', "content-type: application/json"))
+    for answer in (failing, dying):
+        async with routing(3) as it:
+            for replica in it.fleet:
+                replica.answer = sends(whole(200, b'{"tokens": 256}'))
+            it.fleet[1].answer = answer
+            assert (await it.client.delete("/kv_sessions/mine")).status_code == 200
+            found = await it.client.delete("/kv_sessions/mine?forget=true")
+            assert found.status_code >= 500
+
+
 async def test_a_prefetch_goes_to_the_server_of_the_last_turn():
     async with routing(3) as it:
         path, turn = "/kv_sessions/my%20own/prefetch", {"prompt": "a"}

@@ -176,6 +176,28 @@ async def test_a_change_of_adapters_goes_to_the_model_in_its_path(own):
     assert (await own.post({"name": "x", "src": "/x"}, "/adapters")).status_code == 400
 
 
+async def test_a_model_makes_room_when_its_adapters_are_not_being_changed(own):
+    await ready(own, "b")
+    go = asyncio.Event()
+
+    async def answer(replica, asked, writer):
+        await go.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    own.fleet[1].answer = answer
+    changes = asyncio.create_task(own.post({"name": "x", "src": "/x"}, "/models/b/adapters"))
+    await until_async(lambda: own.boss.work("b").in_flight == 1)
+    own.boss.enter("b", "stopping")
+    await until_async(lambda: own.boss.report.seen == own.boss.revision)
+    refused = await own.post({"name": "y", "src": "/y"}, "/models/b/adapters")
+    assert refused.status_code == 503
+    assert "the model b does not run" in refused.text
+    assert (len(own.fleet[1].asked), own.boss.work("b").in_flight) == (1, 1)
+    go.set()
+    assert (await changes).status_code == 200
+    await until_async(lambda: own.boss.work("b").in_flight == 0)
+
+
 async def test_requests_for_a_model_that_cannot_start_do_not_wait(own):
     waits = ask(own, "a")
     await until_async(lambda: own.boss.work("a") and own.boss.work("a").waiting == 1)
@@ -265,6 +287,18 @@ async def test_the_list_of_models_has_pages(own):
         answer = await own.client.get(f"/models?limit={limit}")
         assert answer.status_code == 400
         assert f"limit={limit!r}" in answer.json()["message"]
+    assert (await own.client.get(f"/models?limit={'0' * 5000}1")).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("query", "body"),
+    [("model_name=c&url=/c&synchronous=perhaps", ""), ("", '{"model_name": "c", "url": 5}')],
+)
+async def test_a_call_with_an_invalid_value_is_told_which(tmp_path, query, body):
+    async with serving(tmp_path, dynamic=True) as it:
+        answer = await it.client.post(f"/models?{query}", content=body)
+    assert answer.status_code == 400
+    assert ("$.synchronous" if query else "$.url") in answer.json()["message"]
 
 
 async def test_when_the_supervisor_is_gone_calls_are_answered(tmp_path):

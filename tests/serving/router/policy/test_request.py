@@ -2,6 +2,7 @@
 """The fields that the router reads of a request."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -45,6 +46,20 @@ def test_texts_that_no_cache_keeps_are_counted_and_not_hashed(path):
     found = read(JSON, body, f"{path}?a=b".encode())
     assert found.chain == ()
     assert found.tokens >= len(LONG) // 4
+
+
+def test_no_memory_is_kept_for_the_long_names_of_sessions():
+    """A body's key, or a tenant's header, may have megabytes."""
+    by_user = RequestReader("session", None, ())
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            name = f"{number}{'x' * 2**20}"
+            assert by_user.read(JSON, json.dumps({"user": name}).encode()).session
+            assert by_user.read(JSON, b'{"user": "a"}', tenant=name).session
+        assert tracemalloc.get_traced_memory()[0] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_conversation_goes_on_with_the_same_chain():
