@@ -35,7 +35,7 @@ max_local_disk_size: {gib}
 extra_config: {{use_odirect: true}}
 """
 FILLING = 512  # tokens
-"""Of prompts that fill tiers: attention makes longer ones slow."""
+"""The length of prompts that fill the tiers. Longer ones would be slower, by their attention."""
 EVENTS_OF = 65_536
 """Chunks whose tokens LMCache's server keeps at most, for its events."""
 UNFORESEEN = "a request failed unexpectedly"  # as serving/errors.py logs it
