@@ -369,8 +369,8 @@ async def test_while_the_issuer_is_broken_the_last_good_keys_stay(
 )
 async def test_a_start_without_the_issuers_keys(issuer, said, reason, tmp_path, monkeypatch):
     """The server waits for them and then ends, unless it can let in other callers."""
-    monkeypatch.setattr(module, "START_S", 0.5)
-    monkeypatch.setattr(module, "START_PAUSE_S", 0.02)
+    monkeypatch.setattr(module, "START_S", 2.0)
+    monkeypatch.setattr(module, "START_PAUSE_S", 0.2)
     issuer.answers[module.DISCOVERY] = issuer.discovery(**said)
     with pytest.raises(SettingsError, match=f"OPTION_JWT_ISSUER: .*{reason}"):
         await Access(Settings(**issuer.options)).require()

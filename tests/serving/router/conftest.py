@@ -213,7 +213,7 @@ class Routed:
         options = Settings(**{"router_replicas": urls} | settings)
         self.router = Router(options, {}, link, models=models)
         self.task = asyncio.create_task(self.router.run(listener))
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=60)
 
     async def ready(self, count: int | None = None) -> None:
         """Wait until this number of replicas is ready, or all of them."""
@@ -237,7 +237,7 @@ class Routed:
     async def answer(self, data: bytes) -> bytes:
         """All bytes that come back until the router closes the connection."""
         reader, writer = await self.raw(data)
-        found = await asyncio.wait_for(reader.read(), 10)
+        found = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         return found
 
@@ -269,7 +269,7 @@ async def routing(
         if not routed.task.done():
             routed.router.stop()
             routed.router.stop()
-        await asyncio.wait_for(routed.task, 10)
+        await asyncio.wait_for(routed.task, 60)
         for it in fleet:
             await it.stop()
 

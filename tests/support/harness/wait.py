@@ -26,3 +26,11 @@ async def until_async(
             if await found if inspect.isawaitable(found) else found:
                 return
             await asyncio.sleep(every)
+
+
+async def turns(count: int = 20) -> None:
+    """Let the event loop turn for a while, so that tasks of this process get on. While the machine
+    stalls, no turn is counted, unlike a single sleep, which may end before anything else runs.
+    """
+    for _ in range(count):
+        await asyncio.sleep(0.005)
