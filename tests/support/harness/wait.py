@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 
-def until(holds: Callable[..., object], seconds: float = 60, every: float = 0.05) -> None:
-    """Raises TimeoutError."""
+def until(holds: Callable[..., object], seconds: float = 240, every: float = 0.05) -> None:
+    """Raises TimeoutError, after longer than a busy machine takes for anything that tests await."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -17,7 +17,7 @@ def until(holds: Callable[..., object], seconds: float = 60, every: float = 0.05
 
 
 async def until_async(
-    holds: Callable[..., object], seconds: float = 60, every: float = 0.005
+    holds: Callable[..., object], seconds: float = 240, every: float = 0.005
 ) -> None:
     """The same for coroutines. holds: may be a coroutine function. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
