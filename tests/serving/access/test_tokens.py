@@ -26,9 +26,9 @@ from serving.access import tokens
 from serving.access.access import Access
 from serving.access.tokens import key_set
 from serving.errors import Unauthorized
+from tests.certificates import certify
 from tests.serving.access.test_access import SECRET, bearer, salt, written
 from tests.serving.conftest import running
-from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
 from tests.support.harness.wait import until_async
 

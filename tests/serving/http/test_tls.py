@@ -25,8 +25,8 @@ from serving.http.sockets import Connections
 from serving.http.tls import Authorities, ServerTls
 from serving.router import router as router_module
 from serving.server import server as server_module
+from tests.certificates import certify
 from tests.serving.conftest import running
-from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
 from tests.support.harness import ports
 from tests.support.harness.process import ROUTE, Program
