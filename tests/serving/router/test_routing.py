@@ -626,7 +626,8 @@ async def test_an_ejected_replica_is_readmitted_by_a_trial():
         writer.write(whole(500 if fails else 200, b"{}"))
 
     async with routing(2, routing_strategy="roundrobin") as it:
-        breaker = it.router.pool.replicas[0].breaker
+        replicas = {one.name: one for one in it.router.pool.replicas}
+        breaker = replicas[it.fleet[0].url].breaker
 
         async def answered():
             answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(20)))
