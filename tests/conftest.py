@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Generator
 from typing import Any
 
+import httpx
 import pytest
 from botocore.loaders import JSONFileLoader
 from httpx._transports import default as httpx_transport
@@ -39,17 +40,15 @@ def _loaded(path: str) -> Any:
 # Otherwise every session reads megabytes of service descriptions again.
 setattr(JSONFileLoader, "load_file", lambda self, file_path: _loaded(file_path))  # noqa: B010
 
-_make_context = httpx_transport.create_ssl_context
-
 
 @functools.cache
 def _checking(trust_env: bool, *environ: str | None) -> ssl.SSLContext:
-    return _make_context(True, None, trust_env)
+    return httpx.create_ssl_context(True, None, trust_env)
 
 
 def _context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
     if verify is not True or cert:
-        return _make_context(verify, cert, trust_env)
+        return httpx.create_ssl_context(verify, cert, trust_env)
     return _checking(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 

@@ -614,24 +614,28 @@ async def test_requests_that_fail_on_every_replica_eject_none(strategy, status):
 
 
 async def test_an_ejected_replica_is_readmitted_by_a_trial():
-    under_way = most = tried = 0
+    tried = 0
+    gate = asyncio.Event()
 
     async def answer(replica, asked, writer):
-        nonlocal under_way, most, tried
+        nonlocal tried
         tried += 1
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0.3)
-        under_way -= 1
+        await gate.wait()
         writer.write(whole(500 if fails else 200, b"{}"))
 
     async with routing(2, routing_strategy="roundrobin") as it:
         replicas = {one.name: one for one in it.router.pool.replicas}
         breaker = replicas[it.fleet[0].url].breaker
 
-        async def answered():
-            answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(20)))
-            assert {found.status_code for found in answers} == {200}
+        async def asked(trials):
+            """Requests meanwhile: each is answered, and so many are trials."""
+            before = tried
+            gate.clear()
+            tasks = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(20)]
+            await until_async(lambda: sum(not one.done() for one in tasks) == trials)
+            assert tried == before + trials
+            gate.set()
+            assert {(await one).status_code for one in tasks} == {200}
 
         def is_over():
             breaker._until = 0.0
@@ -643,19 +647,15 @@ async def test_an_ejected_replica_is_readmitted_by_a_trial():
             await it.post({"prompt": "Hi"})
         assert await kept(it) == [True, False]
         it.fleet[0].answer = answer
-        await answered()
-        assert tried == 0
+        await asked(trials=0)
         is_over()
-        await answered()  # a trial's error is not the end
-        assert (tried, most) == (1, 1)
+        await asked(trials=1)  # a trial's error is not the end
         assert await kept(it) == [True, False]
         assert breaker._pause == 2 * circuit_breaker.FIRST_S
         fails = False
-        await answered()
-        assert tried == 1
+        await asked(trials=0)
         is_over()
-        await answered()
-        assert most == 1
+        await asked(trials=1)
         assert await kept(it) == [False, False]
 
 
