@@ -168,11 +168,11 @@ async def test_a_call_that_is_slow_but_can_be_cancelled_keeps_its_process(tmp_pa
 
 
 async def test_what_does_not_end_lets_the_others_of_its_process_finish(tmp_path):
-    async with handling(tmp_path, HUNG, 1.5) as it:
-        it.pipeline.code._limits = Limits(30, 30, 0)  # those below; the first one has 1.5 s
+    async with handling(tmp_path, HUNG, 3) as it:
+        it.pipeline.code._limits = Limits(240, 240, 0)  # those below; the first one has 3 s
         first = await answered_by(it)
         waiting = await begun(it, tmp_path, do="wait", until=str(tmp_path / "go"))
-        it.pipeline.code._limits = Limits(1.5, 1.5, 0)
+        it.pipeline.code._limits = Limits(3, 3, 0)
         assert (await it.invoke({"do": "refuse"})).status_code == 424
         await until_async(lambda: len(processes()) == 2)
         second = await answered_by(it)
