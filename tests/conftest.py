@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of Hypothesis for all tests: no time limits, because machines are noisy, and the same
 few examples in each run, because a run judges a change. The nightly run searches for older defects.
-AWS's clients are made quickly, and tests are collected without the garbage collector.
+AWS's clients and httpx's are made quickly, and tests are collected without the garbage collector.
 """
 
 import functools
 import gc
+import os
+import ssl
 from collections.abc import Generator
 from typing import Any
 
+import httpx
 import pytest
 from botocore.loaders import JSONFileLoader
+from httpx._transports import default as httpx_transport
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ("tests.durations",)
@@ -35,6 +39,21 @@ def _loaded(path: str) -> Any:
 
 # Otherwise every session reads megabytes of service descriptions again.
 setattr(JSONFileLoader, "load_file", lambda self, file_path: _loaded(file_path))  # noqa: B010
+
+
+@functools.cache
+def _checking(trust_env: bool, *environ: str | None) -> ssl.SSLContext:
+    return httpx.create_ssl_context(True, None, trust_env)
+
+
+def _context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    if verify is not True or cert:
+        return httpx.create_ssl_context(verify, cert, trust_env)
+    return _checking(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+# Otherwise every client reads all authorities again: 50 ms, more than a test's server takes.
+setattr(httpx_transport, "create_ssl_context", _context)  # noqa: B010
 
 
 @pytest.hookimpl(wrapper=True)

@@ -114,7 +114,8 @@ class Name:
             if self.has or self.says:
                 source = library.source(module)
                 node = definition(source, path)
-                if lost := [it for it in self.has if it not in attributes(node)]:
+                defined = attributes(node) if self.has else frozenset()
+                if lost := [it for it in self.has if it not in defined]:
                     raise Absent(f"{module}:{path} has no {', '.join(lost)}")
                 text = _lines(source, node) if path else source
                 if lost := [it for it in self.says if it not in text]:
@@ -160,7 +161,8 @@ def _parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def attributes(node: ast.AST) -> set[str]:
+@functools.lru_cache(64)
+def attributes(node: ast.AST) -> frozenset[str]:
     """The attributes that a class's body and its methods define."""
     found = {it.name for it in getattr(node, "body", ()) if isinstance(it, _DEFINED)}
     for statement in getattr(node, "body", ()):
@@ -172,7 +174,7 @@ def attributes(node: ast.AST) -> set[str]:
                 for it in ast.walk(target):
                     if isinstance(it, ast.Attribute) and ast.unparse(it.value) in ("self", "cls"):
                         found.add(it.attr)
-    return found
+    return frozenset(found)
 
 
 def _targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> list[ast.expr]:

@@ -81,7 +81,7 @@ async def running(
         it.engine.gate.set()
         if not it.task.done():
             it.server.stop()
-        await asyncio.wait_for(it.task, 10)
+        await asyncio.wait_for(it.task, 60)
 
 
 @pytest.fixture(scope="module")

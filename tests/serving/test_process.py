@@ -91,10 +91,12 @@ async def main():
     ours = multiprocessing.get_context("spawn").Process(target=os._exit, args=(7,))
     ours.start()
     shell = await asyncio.create_subprocess_exec("sh", "-c", "exit 5")
-    orphans = "for i in 1 2 3; do sleep 1 >/dev/null & echo $!; done"
+    orphans = "for i in 1 2 3; do sleep 600 >/dev/null & echo $!; done"
     orphans = subprocess.run(["sh", "-c", orphans], capture_output=True, text=True, check=True)
     orphans = [psutil.Process(int(number)) for number in orphans.stdout.split()]
     assert {orphan.ppid() for orphan in orphans} == {os.getpid()}
+    for orphan in orphans:
+        orphan.kill()
     while any(orphan.is_running() for orphan in orphans):
         await asyncio.sleep(0.1)
     assert not reaping.done()
@@ -110,7 +112,7 @@ def test_adopted_children_are_waited_for_and_no_others():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (ended.stdout, ended.stderr) == ("7 5\n", "")
 
@@ -217,15 +219,12 @@ async def main():
     del bodies
     before = psutil.Process().memory_info().rss
     task = asyncio.create_task(process.return_heaps())
-    await asyncio.sleep(1)
-    print(before - psutil.Process().memory_info().rss)
+    while before - psutil.Process().memory_info().rss < 50_000_000:
+        await asyncio.sleep(0.1)
 
 asyncio.run(main())
 """
 
 
 def test_free_memory_below_used_blocks_is_returned():
-    ended = subprocess.run(
-        [sys.executable, "-c", BURST], cwd=ROOT, capture_output=True, check=True, timeout=60
-    )
-    assert int(ended.stdout) > 50_000_000
+    subprocess.run([sys.executable, "-c", BURST], cwd=ROOT, check=True, timeout=300)

@@ -28,6 +28,7 @@ from botocore.credentials import Credentials
 from botocore.exceptions import ClientError, EventStreamError
 
 from tests import documented
+from tests.support.harness.wait import until
 from tools.sagemaker_local import server
 from tools.sagemaker_local.wire import Key
 
@@ -592,10 +593,8 @@ def test_other_tokens_are_refused(clients, authorization, words):
 
 
 def test_metrics_are_scraped(clients):
-    deadline = time.monotonic() + 10
-    while not (found := clients.overview()["base"]["metrics"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: clients.overview()["base"]["metrics"])
+    found = clients.overview()["base"]["metrics"]
     assert found == {"status": 200, "series": 2}
 
 

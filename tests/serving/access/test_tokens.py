@@ -26,9 +26,9 @@ from serving.access import tokens
 from serving.access.access import Access
 from serving.access.tokens import key_set
 from serving.errors import Unauthorized
+from tests.certificates import certify
 from tests.serving.access.test_access import SECRET, bearer, salt, written
 from tests.serving.conftest import running
-from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
 from tests.support.harness.wait import until_async
 
@@ -369,8 +369,8 @@ async def test_while_the_issuer_is_broken_the_last_good_keys_stay(
 )
 async def test_a_start_without_the_issuers_keys(issuer, said, reason, tmp_path, monkeypatch):
     """The server waits for them and then ends, unless it can let in other callers."""
-    monkeypatch.setattr(module, "START_S", 0.5)
-    monkeypatch.setattr(module, "START_PAUSE_S", 0.02)
+    monkeypatch.setattr(module, "START_S", 2.0)
+    monkeypatch.setattr(module, "START_PAUSE_S", 0.2)
     issuer.answers[module.DISCOVERY] = issuer.discovery(**said)
     with pytest.raises(SettingsError, match=f"OPTION_JWT_ISSUER: .*{reason}"):
         await Access(Settings(**issuer.options)).require()

@@ -7,6 +7,7 @@ import datetime
 import pytest
 
 from tests.serving.conftest import running
+from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -66,9 +67,7 @@ async def test_a_model_has_lmis_spelling_in_paths():
 async def test_waiting_and_failing_requests_are_reported(served):
     waiting = [served.post("/invocations", {"inputs": "wait"}) for _ in range(8)]
     tasks = [asyncio.create_task(it) for it in waiting]
-    async with asyncio.timeout(5):
-        while not served.pipeline.waiting:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: served.pipeline.waiting)
     (described,) = (await served.client.get("/models/lmi")).json()
     assert described["models"][0]["requestInQueue"] == served.pipeline.waiting > 0
     served.engine.gate.set()

@@ -95,12 +95,12 @@ async def begun(it, *found, **more):
 
 async def ended(it, name, status=None, headers=None):
     """A batch, once it has this status, or has ended."""
-    for _ in range(500):
-        batch = (await it.client.get(f"/v1/batches/{name}", headers=headers)).json()
-        if batch["status"] == status if status else not Status(batch["status"]).open:
-            return batch
-        await asyncio.sleep(0.02)
-    raise AssertionError(batch)
+    async with asyncio.timeout(60):
+        while True:
+            batch = (await it.client.get(f"/v1/batches/{name}", headers=headers)).json()
+            if batch["status"] == status if status else not Status(batch["status"]).open:
+                return batch
+            await asyncio.sleep(0.02)
 
 
 async def answers(it, file, headers=None):

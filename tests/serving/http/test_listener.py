@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving.kv_cache.test_tls import certify
+from tests.certificates import certify
 from tests.serving.router.conftest import STREAM, FakeReplica, chunk
 from tests.support.harness.process import ROOT
 from tests.support.harness.wait import until, until_async

@@ -25,8 +25,8 @@ from serving.http.sockets import Connections
 from serving.http.tls import Authorities, ServerTls
 from serving.router import router as router_module
 from serving.server import server as server_module
+from tests.certificates import certify
 from tests.serving.conftest import running
-from tests.serving.kv_cache.test_tls import certify
 from tests.serving.router.conftest import routing
 from tests.support.harness import ports
 from tests.support.harness.process import ROUTE, Program
@@ -401,13 +401,20 @@ async def test_what_cannot_be_used_changes_nothing(files, folders, tmp_path, cap
 async def test_a_certificate_that_is_about_to_expire(files, folders, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(tls_module, "CHECK_S", 0.01)
     start = datetime.now(UTC)
-    clock = [start - timedelta(days=18)]  # it is valid until two days after start
-    tls = ServerTls(Settings(**files), now=lambda: clock[0])
+    clock = start - timedelta(days=18)  # it is valid until two days after start
+    looks = 0
+
+    def now():
+        nonlocal looks
+        looks += 1
+        return clock
+
+    tls = ServerTls(Settings(**files), now=now)
     following = asyncio.create_task(tls.follow())
     warned = []
     for days in (20, 14, 13, 4, 3, 1.5, 1, 0.5):
-        clock[0] = start + timedelta(days=2 - days)
-        await asyncio.sleep(0.05)
+        clock, before = start + timedelta(days=2 - days), looks
+        await until_async(lambda before=before: looks > before)
         warned.append(caplog.text.count("own.pem expires on 2"))
     assert warned == [0, 1, 1, 1, 2, 2, 3, 3]
     async with running(wait=False, **files) as it, client(it, str(tmp_path / "ca.pem")) as asking:

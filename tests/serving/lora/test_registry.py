@@ -29,6 +29,7 @@ from serving.lora.adapter_files import AdapterFiles
 from serving.lora.adapter_registry import AdapterRegistry
 from serving.user_code import Limits, start_user_code
 from tests.serving.conftest import running
+from tests.support.harness.wait import turns, until_async
 
 MODULE = "model.layers.0.self_attn.q_proj"
 BASE = {f"{MODULE}.weight": Tensor("BF16", (16, 8))}
@@ -175,9 +176,7 @@ async def test_equal_requests_for_two_adapters_are_two(served, root):
         )
         for name in ("one", "two")
     ]
-    async with asyncio.timeout(5):
-        while len(served.engine.bodies) < 2:
-            await asyncio.sleep(0.01)
+    await until_async(lambda: len(served.engine.bodies) == 2)
     served.engine.gate.set()
     for task in asked:
         assert (await task).status_code == 200
@@ -338,7 +337,8 @@ async def test_what_is_in_use_is_never_unloaded(served, root):
         await asyncio.sleep(0.01)
     third = asyncio.create_task(ask(served, "three"))
     gone = asyncio.create_task(served.client.delete("/adapters/one"))
-    await asyncio.sleep(0.1)
+    await until_async(lambda: "one" not in served.pipeline.adapters)
+    await until_async(lambda: served.pipeline.adapters.get("three").wanted)
     assert len(served.engine.loaded) == 2
     assert not third.done()
     assert not gone.done()
@@ -957,7 +957,7 @@ async def test_one_that_loads_for_nobody_may_be_updated(served, root):
     await leaving(served)
     parameters = {"src": str(write(root / "two", content=1))}
     updated = asyncio.create_task(served.client.post("/adapters/one/update", params=parameters))
-    await asyncio.sleep(0.1)
+    await turns()
     served.engine.may_load.set()
     assert (await updated).status_code == 200
     assert (served.engine.loaded, await loaded(served)) == ([], 0)
@@ -1086,7 +1086,7 @@ async def test_random_lives(served, root, seed):
     engine.may_load.set()
     adapters = served.pipeline.adapters
     assert statuses <= {200, 404, 409, 424}
-    async with asyncio.timeout(10):  # loads for clients that have left must also end
+    async with asyncio.timeout(60):  # loads for clients that have left must also end
         while (
             any(it.wanted for it in adapters.listed())
             or {*engine.loaded} != {it.inner for it in adapters.listed() if it.loaded}

@@ -113,7 +113,7 @@ async def has(it: Running, *wanted: str) -> None:
     async def same() -> bool:
         return await names(it) == [*wanted]
 
-    await until_async(same, 10)
+    await until_async(same)
 
 
 async def register(it: Running, name: str, src: Path, **more: str) -> None:
@@ -507,7 +507,7 @@ class Slow(ListFolder):
     def _wait(self, name: str) -> None:
         if name == self._name:
             self.waits = not self.goes_on.is_set()
-            self.goes_on.wait(10)
+            self.goes_on.wait(60)
             self.waits = False
 
 

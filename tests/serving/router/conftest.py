@@ -2,8 +2,10 @@
 """Replicas that a test controls, and a router in front of them, all on real sockets."""
 
 import asyncio
+import functools
 import json
 import socket
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -14,11 +16,15 @@ import pytest
 from lmi_config.options.declared import Settings
 from serving.access.caller import Caller
 from serving.access.signed_identity import Signer
+from serving.router import router as router_module
 from serving.router.fleet import health
 from serving.router.models.model_messages import Door
 from serving.router.peers import Link
 from serving.router.router import Router
 from tests.support.harness.wait import until_async
+
+# Otherwise every router reads all authorities again: 40 ms, as long as the rest of its start.
+setattr(router_module, "_authorities", functools.cache(router_module._authorities))  # noqa: B010
 
 Answer = Callable[["FakeReplica", "Asked", asyncio.StreamWriter], Awaitable[None]]
 
@@ -99,12 +105,16 @@ class FakeReplica:
         self.gone = 0  # clients that left before they were answered
         self.port = 0
         self._server: asyncio.Server | None = None
+        self._place: socket.socket | None = None
+        """Keeps the port while it is dead, since another program could get it."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
+        if self._place:
+            self._place.close()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -113,6 +123,10 @@ class FakeReplica:
         server, self._server = self._server, None
         if server:
             await close(server)
+            self._place = socket.socket()
+            self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._place.bind(("127.0.0.1", self.port))
+            weakref.finalize(self, self._place.close)
             for writer in [*self.connections]:
                 writer.transport.abort()
             await asyncio.sleep(0.01)
@@ -158,6 +172,8 @@ class FakeReplica:
                 writer.write(whole(200, f"{born}\n{info}\n{self.tiers}".encode()))
             case "/v1/models":
                 writer.write(whole(200, json.dumps({"data": self.models}).encode()))
+            case "/health":
+                writer.write(whole(200, b""))
             case _:
                 self.asked.append(asked)
                 if self.answer:
@@ -213,7 +229,7 @@ class Routed:
         options = Settings(**{"router_replicas": urls} | settings)
         self.router = Router(options, {}, link, models=models)
         self.task = asyncio.create_task(self.router.run(listener))
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=60)
 
     async def ready(self, count: int | None = None) -> None:
         """Wait until this number of replicas is ready, or all of them."""
@@ -237,7 +253,7 @@ class Routed:
     async def answer(self, data: bytes) -> bytes:
         """All bytes that come back until the router closes the connection."""
         reader, writer = await self.raw(data)
-        found = await asyncio.wait_for(reader.read(), 10)
+        found = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         return found
 
@@ -269,7 +285,7 @@ async def routing(
         if not routed.task.done():
             routed.router.stop()
             routed.router.stop()
-        await asyncio.wait_for(routed.task, 10)
+        await asyncio.wait_for(routed.task, 60)
         for it in fleet:
             await it.stop()
 

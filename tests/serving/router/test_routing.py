@@ -26,7 +26,7 @@ from tests.serving.router.conftest import (
     sends,
     whole,
 )
-from tests.support.harness.wait import until_async
+from tests.support.harness.wait import turns, until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -438,7 +438,7 @@ async def test_a_replica_that_dies_while_it_answers_leaves_a_cut_answer():
 
 
 async def test_a_frozen_replica_is_left_and_its_requests_go_elsewhere(monkeypatch):
-    monkeypatch.setattr(health, "PING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(health, "PING_TIMEOUT_S", 0.5)
     answer = sends(then_s=60)
     async with routing(2, routing_strategy="roundrobin") as it:
         frozen = it.fleet[0]
@@ -613,35 +613,49 @@ async def test_requests_that_fail_on_every_replica_eject_none(strategy, status):
         assert await kept(it) == [False] * 3
 
 
-async def test_an_ejected_replica_is_readmitted_by_a_trial(monkeypatch):
-    monkeypatch.setattr(circuit_breaker, "FIRST_S", 0.3)
-    under_way = most = 0
+async def test_an_ejected_replica_is_readmitted_by_a_trial():
+    tried = 0
+    gate = asyncio.Event()
 
     async def answer(replica, asked, writer):
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0.3)
-        under_way -= 1
+        nonlocal tried
+        tried += 1
+        await gate.wait()
         writer.write(whole(500 if fails else 200, b"{}"))
 
     async with routing(2, routing_strategy="roundrobin") as it:
+        replicas = {one.name: one for one in it.router.pool.replicas}
+        breaker = replicas[it.fleet[0].url].breaker
+
+        async def asked(trials):
+            """Requests meanwhile: each is answered, and so many are trials."""
+            before = tried
+            gate.clear()
+            tasks = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(20)]
+            await until_async(lambda: sum(not one.done() for one in tasks) == trials)
+            assert tried == before + trials
+            gate.set()
+            assert {(await one).status_code for one in tasks} == {200}
+
+        def is_over():
+            breaker._until = 0.0
+            breaker._changed()
+
         fails = True
         it.fleet[0].answer = sends(whole(500, b"no"))
         for _ in range(12):
             await it.post({"prompt": "Hi"})
         assert await kept(it) == [True, False]
         it.fleet[0].answer = answer
-        await asyncio.sleep(0.35)
-        answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(20)))
-        assert {found.status_code for found in answers} == {200}  # a trial's error is not the end
-        assert most == 1
+        await asked(trials=0)
+        is_over()
+        await asked(trials=1)  # a trial's error is not the end
         assert await kept(it) == [True, False]
+        assert breaker._pause == 2 * circuit_breaker.FIRST_S
         fails = False
-        await asyncio.sleep(0.7)  # twice as long
-        answers = await asyncio.gather(*(it.post({"prompt": "Hi"}) for _ in range(20)))
-        assert {found.status_code for found in answers} == {200}
-        assert most == 1
+        await asked(trials=0)
+        is_over()
+        await asked(trials=1)
         assert await kept(it) == [False, False]
 
 
@@ -664,7 +678,7 @@ async def test_a_replica_that_stands_still_gets_no_more_but_a_trial(monkeypatch)
             return (await kept(it))[0]
 
         await until_async(is_kept)
-        await asyncio.sleep(0.05)
+        await turns()
         before = len(it.fleet[0].asked)
         for _ in range(10):
             assert (await it.post({"prompt": "Hi"})).json()["replica"] == it.fleet[1].url
@@ -750,11 +764,11 @@ async def test_a_body_has_a_least_rate(monkeypatch, buffer):
         assert found.startswith(b"HTTP/1.1 408 ")
         assert b"less than 8192 bytes a second" in found
         # Uploads above this rate are not ended, however long they take.
-        reader, writer = await it.raw(POST + b"content-length: 51200\r\n\r\n")
+        reader, writer = await it.raw(POST + b"content-length: 204800\r\n\r\n")
         for _ in range(25):
-            writer.write(b"a" * 2048)
+            writer.write(b"a" * 8192)
             await asyncio.sleep(0.05)
-        assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}"), 10)
+        assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}"), 60)
         writer.close()
 
 

@@ -322,13 +322,13 @@ def test_a_model_has_the_same_path_wherever_it_is(tmp_path, monkeypatch):
         assert one.samefile(folders[0])
         opened = descriptors()
         assert steady_path(folders[1]) == folders[1], "another server uses the link"
-        assert descriptors() == opened
+        assert descriptors() <= opened
         it.stdin.close()
         it.wait()
         opened = descriptors()
         with monkeypatch.context() as patched:
             patched.setattr(fingerprints, "served_path", refused)
             assert steady_path(folders[1]) == folders[1], "the link cannot be written"
-        assert descriptors() == opened
+        assert descriptors() <= opened
     assert steady_path(folders[1]) == one
     assert one.samefile(folders[1])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from serving.server import healthcheck
+from tests.certificates import certify
 from tests.serving.conftest import running
-from tests.serving.kv_cache.test_tls import certify
 from tests.support.harness import ports
 
 PYTHON = ("python3", "-P", "-m", "serving")

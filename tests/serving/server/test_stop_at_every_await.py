@@ -31,7 +31,8 @@ SERVING = Path(__file__).parents[3] / "serving"
 READING = "OpenAI.answer"
 """The place that awaits the body. No stop waits for bytes that a client has not sent."""
 STOPPING = "the server is stopping"
-HELD_S = 0.3  # by then, a request has reached the place that holds it
+HELD_S = 0.3  # by then, a request has reached the place that holds it,
+HELD_TURNS = 200  # or after so many turns of the event loop in which the engine had it
 PATIENCE_S = 60.0
 BESIDE = 2  # the engine's requests in flight when it does one thing at a time
 CODE = """
@@ -147,6 +148,15 @@ class World:
     def tasks(self) -> "set[asyncio.Task[Any]]":
         return asyncio.all_tasks() - self.others
 
+    @property
+    def held(self) -> bool:
+        """Whether the engine has the request, or it waits for the engine."""
+        engine = self.server.engine
+        beside = BESIDE if self.kind.beside else 0
+        loading = bool(engine.loads) and not engine.may_load.is_set()
+        waits = engine.running > beside or loading or self.server.pipeline.waiting > 0
+        return waits and not engine.gate.is_set()
+
     def go_on(self) -> None:
         """Let the engine generate, and load."""
         self.server.engine.gate.set()
@@ -218,11 +228,15 @@ def place_of(task: "asyncio.Task[Any]") -> str | None:
 
 async def watched(it: World, look: Callable[[set[str]], bool], seconds: float) -> bool:
     """Call `look` with the request's places at each turn of the event loop, until it returns true;
-    False if it never did within `seconds`.
+    False if it never did within `seconds`, or if the engine holds the request.
     """
+    held = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while not look({name for task in it.tasks if (name := place_of(task))}):
+                held = held + 1 if it.held else 0
+                if held > HELD_TURNS:
+                    return False
                 await asyncio.sleep(0)
             return True
     return False

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 
-def until(holds: Callable[..., object], seconds: float = 60, every: float = 0.05) -> None:
-    """Raises TimeoutError."""
+def until(holds: Callable[..., object], seconds: float = 240, every: float = 0.05) -> None:
+    """Raises TimeoutError, after longer than a busy machine takes for anything that tests await."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -17,7 +17,7 @@ def until(holds: Callable[..., object], seconds: float = 60, every: float = 0.05
 
 
 async def until_async(
-    holds: Callable[..., object], seconds: float = 60, every: float = 0.005
+    holds: Callable[..., object], seconds: float = 240, every: float = 0.005
 ) -> None:
     """The same for coroutines. holds: may be a coroutine function. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
@@ -26,3 +26,11 @@ async def until_async(
             if await found if inspect.isawaitable(found) else found:
                 return
             await asyncio.sleep(every)
+
+
+async def turns(count: int = 20) -> None:
+    """Let the event loop turn for a while, so that tasks of this process get on. While the machine
+    stalls, no turn is counted, unlike a single sleep, which may end before anything else runs.
+    """
+    for _ in range(count):
+        await asyncio.sleep(0.005)

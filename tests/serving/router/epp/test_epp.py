@@ -205,7 +205,8 @@ async def test_a_stream_comes_as_it_is_made(tmp_path):
             parts = got.aiter_bytes()
             assert await anext(parts) == b"data: 1\n\n"
             (replica,) = it.router.pool.replicas
-            assert (replica.in_flight, replica.queued) == (1, 0)  # its prompt is computed
+            # its prompt is computed
+            await until_async(lambda: (replica.in_flight, replica.queued) == (1, 0))
             go_on.set()
             assert b"".join([part async for part in parts]) == b"data: 2\n\n"
         await idle(it)
@@ -455,7 +456,8 @@ async def test_a_long_prompt_is_computed_on_one_replica_before_the_gateway_asks_
     ],
 )
 async def test_what_goes_wrong_with_a_prefill_costs_no_answer(tmp_path, monkeypatch, answer, end):
-    monkeypatch.setattr(placement, "PREFILL_S", 0.3)
+    if end == "timeout":
+        monkeypatch.setattr(placement, "PREFILL_S", 0.3)
     async with divided_behind_envoy(tmp_path) as it:
         it.prefills.answer = answer
         before = ended(end)

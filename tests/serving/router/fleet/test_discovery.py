@@ -203,7 +203,8 @@ async def test_a_file_that_cannot_be_read_changes_nothing(tmp_path, caplog):
 
     async with following(f"file://{file}") as seen:
         await until_async(lambda: len(logged()) == 1)
-        file.write_text(A)
+        (tmp_path / "new").write_text(A)
+        (tmp_path / "new").rename(file)  # the first content is used at once, whole or not
         await until_async(lambda: seen == [{A}])
         file.write_text(f"{B}\nhttps://user:secret@c\n")
         await until_async(lambda: len(logged()) == 3)

@@ -10,7 +10,7 @@ from serving.router.fleet.health import Seen, pause
 from serving.router.fleet.replicas import State
 from tests.serving.router.conftest import FakeReplica, routing, sends, whole
 from tests.support.harness.process import ROUTE, Program
-from tests.support.harness.wait import until_async
+from tests.support.harness.wait import turns, until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,7 @@ async def test_a_replica_that_answers_is_not_asked_whether_it_can(monkeypatch):
         (replica,) = it.router.pool.replicas
         probe = it.router._health._probes[replica.name]
         monkeypatch.setattr(health, "PING_S", 60.0)
-        await asyncio.sleep(0.1)
+        await turns()
         now = probe._checked_at
         replica.answered_at = now - 61
         assert probe._is_due(now, 60)
@@ -51,11 +51,11 @@ async def test_what_another_process_has_seen_is_not_asked_again(monkeypatch):
         probe = checks._probes[replica.name]
         monkeypatch.setattr(health, "PING_S", 60.0)
         (fake,) = it.fleet
-        await asyncio.sleep(0.1)
+        await turns()
         before = fake.pings
         checks.on_seen(probe._seen())
         checks.on_seen(Seen("http://127.0.0.1:9", State.DOWN, "", "", 0))  # not ours yet
-        await asyncio.sleep(0.1)
+        await turns()
         assert fake.pings == before
         # Each process verifies a difference itself, and at once.
         fake.ping = 503, {"status": "draining"}
