@@ -31,7 +31,7 @@ from vllm.utils.async_utils import merge_async_iterators
 from vllm.utils.serial_utils import numpy2base64
 
 from serving.engine.texts.prompts import Prompts
-from serving.engine.texts.reading import Reader
+from serving.engine.texts.request_models import RequestModels
 from serving.engine.texts.streams import LOWEST, Steps, Stream
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,10 @@ class Answer(Protocol):
 class Generation:
     """Answers the calls of a path.
 
-    reader: makes vLLM's models of requests. prefix: of an answer's name.
+    requests: makes vLLM's models of them. prefix: of an answer's name.
     """
 
-    reader: Reader
+    requests: RequestModels
     prefix: str
 
     def __init__(self, client: Any, state: Any, args: Any, prompts: Prompts) -> None:
@@ -130,7 +130,7 @@ class Generation:
         """Answer a call (base.Call). sink: its Sink. client: its client of vLLM (calls.CallClient).
         Raises what vLLM raises, and ServingError.
         """
-        request = self.reader.read(call.request, call.size)
+        request = self.requests.of(call.request, call.size)
         try:
             answer, results = await self._ask(call, request, sink, client)
             if not request.stream:

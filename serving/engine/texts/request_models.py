@@ -15,8 +15,8 @@ REMEMBERED = 256
 """Most sets of parameters that are remembered."""
 
 
-class Reader:
-    """Reads requests of a path.
+class RequestModels:
+    """Makes vLLM's models of the requests of a path.
 
     kind: vLLM's model of a request. key: the prompt's. is_plain: whether the model has a prompt as
     it came, whatever the parameters are.
@@ -29,7 +29,7 @@ class Reader:
         self._known: dict[str, Any] = {}
         """Parameters, as a text → vLLM's model of them, without a prompt."""
 
-    def read(self, values: dict[str, Any], size: int) -> Any:
+    def of(self, values: dict[str, Any], size: int) -> Any:
         """Return vLLM's model of a request. size: the bytes of the request as it came. Raises
         vLLM's errors.
         """

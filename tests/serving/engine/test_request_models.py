@@ -9,8 +9,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from serving.engine.texts import reading
-from serving.engine.texts.reading import Reader, are_texts, is_text
+from serving.engine.texts import request_models
+from serving.engine.texts.request_models import RequestModels, are_texts, is_text
 
 PARAMETERS: tuple[dict[str, Any], ...] = (
     {},
@@ -67,40 +67,40 @@ def shown(read: Any, values: dict[str, Any]) -> Any:
 @paths
 def test_a_model_is_vllms(path):
     kind, key, is_plain, prompts = path
-    reader, vllms = Reader(kind, key, is_plain), TypeAdapter(kind).validate_python
+    models, vllms = RequestModels(kind, key, is_plain), TypeAdapter(kind).validate_python
     for parameters in PARAMETERS * 2:
         for prompt in prompts:
             given = {key: prompt, **parameters}
-            ours = shown(lambda it: reader.read(it, 1), given)
+            ours = shown(lambda it: models.of(it, 1), given)
             assert ours == shown(lambda it: vllms(it, from_attributes=True), given), given
 
 
 @paths
 def test_parameters_are_read_once_and_a_prompt_is_not_kept(path):
     kind, key, is_plain, prompts = path
-    reader = Reader(kind, key, is_plain)
-    first, second = (reader.read({key: prompts[it], "max_tokens": 3}, 1) for it in (0, 1))
+    models = RequestModels(kind, key, is_plain)
+    first, second = (models.of({key: prompts[it], "max_tokens": 3}, 1) for it in (0, 1))
     assert (getattr(first, key), getattr(second, key)) == prompts[:2]
-    (known,) = reader._known.values()
+    (known,) = models._known.values()
     assert getattr(known, key) is None
     first.min_tokens = 2
-    assert (second.min_tokens, reader.read({key: prompts[0], "max_tokens": 3}, 1).min_tokens) == (
+    assert (second.min_tokens, models.of({key: prompts[0], "max_tokens": 3}, 1).min_tokens) == (
         *(0, 0),
     )
 
 
 @pytest.mark.parametrize(
-    ("more", "size"), [({}, reading.SHORT + 1), ({"stop": []}, 1), ({"vllm_xargs": {}}, 1)]
+    ("more", "size"), [({}, request_models.SHORT + 1), ({"stop": []}, 1), ({"vllm_xargs": {}}, 1)]
 )
 def test_what_is_long_or_could_change_is_not_shared(more, size):
-    reader = Reader(CompletionRequest, "prompt", is_text)
-    reader.read({"prompt": "a", **more}, size)
-    assert not reader._known
+    models = RequestModels(CompletionRequest, "prompt", is_text)
+    models.of({"prompt": "a", **more}, size)
+    assert not models._known
 
 
 def test_few_parameters_are_remembered(monkeypatch):
-    monkeypatch.setattr(reading, "REMEMBERED", 3)
-    reader = Reader(CompletionRequest, "prompt", is_text)
+    monkeypatch.setattr(request_models, "REMEMBERED", 3)
+    models = RequestModels(CompletionRequest, "prompt", is_text)
     for seed in range(10):
-        assert reader.read({"prompt": "a", "seed": seed}, 1).seed == seed
-        assert len(reader._known) <= 3
+        assert models.of({"prompt": "a", "seed": seed}, 1).seed == seed
+        assert len(models._known) <= 3
