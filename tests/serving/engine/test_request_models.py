@@ -10,6 +10,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
 from serving.engine.texts import request_models
+from serving.engine.texts.prompts import SHORT
 from serving.engine.texts.request_models import RequestModels, are_texts, is_text
 
 PARAMETERS: tuple[dict[str, Any], ...] = (
@@ -90,7 +91,7 @@ def test_parameters_are_read_once_and_a_prompt_is_not_kept(path):
 
 
 @pytest.mark.parametrize(
-    ("more", "size"), [({}, request_models.SHORT + 1), ({"stop": []}, 1), ({"vllm_xargs": {}}, 1)]
+    ("more", "size"), [({}, SHORT + 1), ({"stop": []}, 1), ({"vllm_xargs": {}}, 1)]
 )
 def test_what_is_long_or_could_change_is_not_shared(more, size):
     models = RequestModels(CompletionRequest, "prompt", is_text)
