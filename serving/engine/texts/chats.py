@@ -33,6 +33,7 @@ from serving.engine.texts.generation import (
     without_nulls,
 )
 from serving.engine.texts.prompts import Prompts
+from serving.engine.texts.request_models import RequestModels, are_texts
 from serving.engine.texts.streams import LOWEST, Part
 from serving.engine.versions import moved
 
@@ -40,7 +41,7 @@ _TAIL = b',"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 
 
 class Chats(Generation):
-    kind = ChatCompletionRequest
+    requests = RequestModels(ChatCompletionRequest, "messages", are_texts)
     prefix = "chatcmpl-"
 
     def __init__(self, client: Any, state: Any, args: Any, prompts: Prompts) -> None:

@@ -25,6 +25,7 @@ from serving.engine.texts.generation import (
     shown,
     without_nulls,
 )
+from serving.engine.texts.request_models import RequestModels, is_text
 from serving.engine.texts.streams import LOWEST, Part
 from serving.errors import BadRequest
 
@@ -35,7 +36,7 @@ _TAIL = (
 
 
 class Completions(Generation):
-    kind = CompletionRequest
+    requests = RequestModels(CompletionRequest, "prompt", is_text)
     prefix = "cmpl-"
 
     async def render(self, request: Any, renderer: Any) -> Any:

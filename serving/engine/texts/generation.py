@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 from vllm import envs
 from vllm.entrypoints.generate.base.serving import (
@@ -32,6 +31,7 @@ from vllm.utils.async_utils import merge_async_iterators
 from vllm.utils.serial_utils import numpy2base64
 
 from serving.engine.texts.prompts import Prompts
+from serving.engine.texts.request_models import RequestModels
 from serving.engine.texts.streams import LOWEST, Steps, Stream
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,10 @@ class Answer(Protocol):
 class Generation:
     """Answers the calls of a path.
 
-    kind: vLLM's model of a request. prefix: of an answer's name.
+    requests: makes vLLM's models of them. prefix: of an answer's name.
     """
 
-    kind: Any
+    requests: RequestModels
     prefix: str
 
     def __init__(self, client: Any, state: Any, args: Any, prompts: Prompts) -> None:
@@ -92,8 +92,6 @@ class Generation:
         self.tokenizer = client.renderer.tokenizer
         self.fingerprint = get_system_fingerprint(client.vllm_config)
         self.log = state.online_renderer.request_logger
-        kind = TypeAdapter(self.kind)
-        self._read = functools.partial(kind.validate_python, from_attributes=True)
         self._models = state.openai_serving_models
         self._prompts = prompts
         self._transfers = client.vllm_config.kv_transfer_config is not None
@@ -132,7 +130,7 @@ class Generation:
         """Answer a call (base.Call). sink: its Sink. client: its client of vLLM (calls.CallClient).
         Raises what vLLM raises, and ServingError.
         """
-        request = self._read(call.request)
+        request = self.requests.of(call.request, call.size)
         try:
             answer, results = await self._ask(call, request, sink, client)
             if not request.stream:
