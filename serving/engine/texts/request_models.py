@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pydantic import TypeAdapter
+from vllm.utils import random_uuid
 
 from serving.engine.texts.prompts import SHORT
 
@@ -36,6 +37,7 @@ class RequestModels:
         prompt = values.get(self._key)
         parameters = {name: it for name, it in values.items() if name != self._key}
         fixed = size <= SHORT and all(map(_is_fixed, parameters.values()))
+        fixed = fixed and "request_id" not in parameters  # each request has its own
         if not (fixed and self._is_plain(prompt)):
             return self._validate(values, from_attributes=True)  # as FastAPI does
         name = repr(parameters)  # in JSON, infinity and null would be equal
@@ -44,7 +46,7 @@ class RequestModels:
                 self._known.clear()
             found = self._validate(values, from_attributes=True)
             known = self._known[name] = found.model_copy(update={self._key: None})
-        return known.model_copy(update={self._key: prompt})
+        return known.model_copy(update={self._key: prompt, "request_id": random_uuid()})
 
 
 def is_text(value: Any) -> bool:

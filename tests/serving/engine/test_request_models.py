@@ -27,6 +27,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"stop": ["a"], "vllm_xargs": {"a": 1}},
     {"stream": True, "stream_options": {"include_usage": True}},
     {"response_format": {"type": "json_object"}},
+    {"request_id": "a"},
     {"cache_salt": "of one tenant"},
     {"cache_salt": "of another"},
     {"n": "no number"},
@@ -61,8 +62,9 @@ def shown(read: Any, values: dict[str, Any]) -> Any:
         found = read(values)
     except (ValidationError, VLLMValidationError, TypeError) as error:
         return type(error), str(error)
-    assert found.request_id
-    return found.model_dump(exclude={"request_id"}), found.model_fields_set
+    kept = found.model_fields_set
+    left = set() if "request_id" in values else {"request_id"}
+    return found.model_dump(exclude=left), kept - left
 
 
 @paths
@@ -82,6 +84,7 @@ def test_parameters_are_read_once_and_a_prompt_is_not_kept(path):
     models = RequestModels(kind, key, is_plain)
     first, second = (models.of({key: prompts[it], "max_tokens": 3}, 1) for it in (0, 1))
     assert (getattr(first, key), getattr(second, key)) == prompts[:2]
+    assert first.request_id != second.request_id
     (known,) = models._known.values()
     assert getattr(known, key) is None
     first.min_tokens = 2

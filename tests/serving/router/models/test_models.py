@@ -186,7 +186,7 @@ async def test_a_model_makes_room_when_its_adapters_are_not_being_changed(own):
 
     own.fleet[1].answer = answer
     changes = asyncio.create_task(own.post({"name": "x", "src": "/x"}, "/models/b/adapters"))
-    await until_async(lambda: own.boss.work("b").in_flight == 1)
+    await until_async(lambda: own.fleet[1].asked and own.boss.work("b").in_flight == 1)
     own.boss.enter("b", "stopping")
     await until_async(lambda: own.boss.report.seen == own.boss.revision)
     refused = await own.post({"name": "y", "src": "/y"}, "/models/b/adapters")
