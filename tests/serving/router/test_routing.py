@@ -628,7 +628,7 @@ async def test_an_ejected_replica_is_readmitted_by_a_trial():
         breaker = replicas[it.fleet[0].url].breaker
 
         async def asked(trials):
-            """Requests meanwhile: each is answered, and so many are trials."""
+            """Requests meanwhile. All are answered, and this number of them are trials."""
             before = tried
             gate.clear()
             tasks = [asyncio.create_task(it.post({"prompt": "Hi"})) for _ in range(20)]
