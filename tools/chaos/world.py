@@ -16,6 +16,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from serving.router.policy.prefix_index import DEFAULT_SHARED_TOKENS
 from tests.support.harness import metrics, ports
 from tests.support.harness.process import START_S, Program
 from tests.support.harness.wait import until_async
@@ -168,10 +169,11 @@ class World:
 
     async def fill(self) -> None:
         """Have as many chunks stored as the cache servers keep anything of, in memory, on disk or
-        for events, so that later growth is a leak.
+        for events, and fill the router's index of prefixes, so that later growth is a leak.
         """
         began, drawn = time.monotonic(), random.Random(0)
-        left = iter(range(len(self.servers) * EVENTS_OF * CHUNK // FILLING))
+        tokens = max(len(self.servers) * EVENTS_OF * CHUNK, DEFAULT_SHARED_TOKENS)
+        left = iter(range(tokens // FILLING))
 
         async def ask() -> None:
             for _ in left:
@@ -183,7 +185,7 @@ class World:
                     sys.exit(f"chunks are not stored: {found.failure or found.body!r}")
 
         await asyncio.gather(*(ask() for _ in range(16)))
-        say("the cache servers are full", began)
+        say("the cache servers and the router's index are full", began)
 
     def look_into_logs(self) -> None:
         for it in self.programs:
