@@ -18,6 +18,8 @@ hits. Beside one-shots of three times the agents' new tokens, retention lets a t
 0.85 of the tokens. With a shared store, the conversations of a killed engine compute at most a
 tenth of their last turn again. A gate compares arms of the same seed, and the median of all seeds
 decides. Brackets have the quartiles of the seeds.
+
+--engines 3 runs fewer sessions on three real servers of a tiny model (engines.py), without gates.
 """
 
 import argparse

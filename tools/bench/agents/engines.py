@@ -6,9 +6,9 @@ the arm's size, and its engine's memory room for one prompt of the longest kind.
 one token for each word, and equal chunks are equal texts. The next turn has the trace's own answer,
 not the server's. Pauses are divided by --speed.
 
-Hits are the cached tokens that the servers report for each answer. The requests are sent by this
-process, or by AIPerf, which reads them from a file of its own dialect of Mooncake's traces. AIPerf
-sends one-shots in turn with the session's own requests, and its requests name no parents.
+Hits are the cached tokens that the servers report for each answer. This process sends the requests,
+or AIPerf does (--load aiperf), which gets them in a file of Mooncake's format with its extensions.
+AIPerf sends a session's one-shots in turn with its other requests, and names no parents.
 """
 
 import argparse
@@ -158,15 +158,6 @@ def run(
             sent = sum(map(len, scripts))
             after = strategies.counted(servers, before[strategies.ANSWERED] + sent)
     prompts = {name: after[it] - before[it] for name, it in strategies.PROMPTS.items()}
-    found = counted(scripts, answered)
-    cached = sum(it.cached for each in answered for it in each)
-    print(
-        f"{arm.strategy}{' with hints' * arm.hinted}: {sent} requests in {took:.0f} s; cached "
-        f"tokens by the answers {cached}, by the servers' counters "
-        f"{prompts['engines'] + prompts['tiers']:.0f}, computed {prompts['computed']:.0f}",
-        file=sys.stderr,
-        flush=True,
-    )
     ttfts = [
         answer.ttft
         for script, each in zip(scripts, answered, strict=True)
@@ -174,12 +165,21 @@ def run(
         if it.conversation
     ]
     cuts = statistics.quantiles(ttfts, n=10, method="inclusive")
-    figures = found.figures(sessions, options.scale)
-    return figures._replace(
+    figures = counted(scripts, answered).figures(sessions, options.scale)
+    figures = figures._replace(
         ttft_p50_ms=1e3 * cuts[4],
         ttft_p90_ms=1e3 * cuts[8],
         of_tiers=prompts["tiers"] / sum(prompts.values()),
     )
+    cached = sum(it.cached for each in answered for it in each)
+    print(
+        f"{arm.strategy}{' with hints' * arm.hinted}: {sent} requests in {took:.0f} s; {cached} "
+        f"tokens cached by the answers, {prompts['engines'] + prompts['tiers']:.0f} by the "
+        f"servers' counters; {figures}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return figures
 
 
 def _environ(model: Path, room: int, folder: Path) -> dict[str, str]:
@@ -273,9 +273,7 @@ def by_aiperf(
     return of_aiperf(records.read_text().splitlines(), scripts)
 
 
-def of_aiperf(
-    records: Sequence[str], scripts: Sequence[Sequence[Request]]
-) -> list[list[Answered]]:
+def of_aiperf(records: Sequence[str], scripts: Sequence[Sequence[Request]]) -> list[list[Answered]]:
     """Answers by the records that AIPerf exports. Exits if one is missing."""
     found: dict[tuple[str, int], Answered] = {}
     for line in records:

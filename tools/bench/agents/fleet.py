@@ -71,8 +71,8 @@ class Found:
     """Conversations of the killed engine that had no turn since."""
 
     def count(self, turn: Turn, conversation: str, engine: str, hit: int) -> int:
-        """Count a turn of which so many tokens were hit. Returns how many of its tokens are new to
-        the conversation.
+        """Count a turn. hit: its tokens that were cached. Returns the number of its tokens that are
+        new to the conversation.
         """
         self.turns += 1
         self.tokens += turn.tokens
