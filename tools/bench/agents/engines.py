@@ -48,9 +48,12 @@ SPARE = 64
 
 AIPERF = {
     "AIPERF_HTTP_X_SESSION_AFFINITY_FROM_CORRELATION_ID": "false",
+    "HF_HUB_OFFLINE": "0",
     "HF_ENDPOINT": "http://127.0.0.1:9",
 }
-"""No headers name sessions, since the bodies do. It asks the hub even for a local tokenizer."""
+"""No headers name sessions, since the bodies do. With HF_HUB_OFFLINE, AIPerf refuses a tokenizer's
+folder, so its hub is an address without a server.
+"""
 
 
 class Request(NamedTuple):
