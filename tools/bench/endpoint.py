@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import MappingProxyType
 
 import aiohttp
 
@@ -132,10 +133,13 @@ class Found:
 
 @dataclass
 class Answer:
-    """times: of each event with text. usage: the endpoint's, {} where it reports none."""
+    """times: of each event with text. usage: the endpoint's, {} where it reports none. route: the
+    router's reason for its choice, if it was asked.
+    """
 
     times: list[float]
     usage: dict[str, object]
+    route: str = ""
 
 
 class Client:
@@ -206,11 +210,17 @@ class Client:
             self.found.cached = (self.found.cached or 0) + int(cached)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Answer:
     """Raises Failed, and aiohttp's errors."""
     times: list[float] = []
     usage: dict[str, object] = {}
-    async with session.post(f"{url}/v1/chat/completions", data=body) as response:
+    posted = session.post(f"{url}/v1/chat/completions", data=body, headers=headers)
+    async with posted as response:
         await _require_ok(response)
         async for line in response.content:
             if not line.startswith(b"data:"):
@@ -219,7 +229,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Answer:
             if data == b"[DONE]":
                 if not times:
                     raise Failed("an answer without any text")
-                return Answer(times, usage)
+                return Answer(times, usage, response.headers.get("x-slipway-route", ""))
             event = json.loads(data)
             if not isinstance(event, dict) or "choices" not in event:
                 raise Failed(f"in a stream: {data[:TOLD].decode(errors='replace')}")

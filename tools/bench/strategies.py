@@ -356,9 +356,9 @@ def measure(
     ask(options.questions, measured)
 
 
-def kv_of_token() -> int:
+def kv_of_token(model: Path) -> int:
     """Bytes of the model's KV."""
-    plan = prepare({**os.environ, "OPTION_MODEL_ID": str(tiny.make()), **FLOAT32}).plan
+    plan = prepare({**os.environ, "OPTION_MODEL_ID": str(model), **FLOAT32}).plan
     return kv_per_token(plan.settings, plan.model) or 0
 
 
@@ -387,7 +387,7 @@ def combine(options: argparse.Namespace, start: Start) -> None:
         "each replica",
         flush=True,
     )
-    options.kv_per_token = kv_of_token()
+    options.kv_per_token = kv_of_token(tiny.make())
     found = {arm.name: Measured() for arm in ARMS}
     for n in range(options.rounds):
         for tiers in dict.fromkeys(arm.tiers for arm in ARMS):

@@ -18,9 +18,12 @@ hits. Beside one-shots of three times the agents' new tokens, retention lets a t
 0.85 of the tokens. With a shared store, the conversations of a killed engine compute at most a
 tenth of their last turn again. A gate compares arms of the same seed, and the median of all seeds
 decides. Brackets have the quartiles of the seeds.
+
+--engines 3 runs fewer sessions on three real servers of a tiny model (engines.py), without gates.
 """
 
 import argparse
+import contextlib
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,8 +31,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.harness.stats import spread
-from tools.bench.agents import documents
-from tools.bench.agents.fleet import REPLICAS, Arm, Fleet, Found
+from tools.bench import strategies
+from tools.bench.agents import documents, engines
+from tools.bench.agents.fleet import REPLICAS, Arm, Figures, Fleet
 from tools.bench.agents.sessions import CHUNK, PUBLISHED, Maker, Session, figures, read, write
 
 STRATEGIES = (
@@ -42,20 +46,16 @@ STRATEGIES = (
 """The strategy, whether requests have hints, and whether the caches retain conversations."""
 
 
-class Ran(NamedTuple):
-    """The figures of an arm with one seed."""
+DEFAULTS = {
+    "sessions": (60, 10),
+    "live": (24, 10),
+    "scale": (20, 30),
+    "sizes": ([0.5, 1, 2], [2]),
+    "one_shots": ([0, 3, 8], [3]),
+}
+"""An option's default with stand-in engines, and with real ones."""
 
-    hits: float
-    of_ideal: float
-    computed: float
-    repeated: float
-    repeated_p90: float
-    moves: float
-    decision_us: float
-    of_the_killed: float
-
-
-Row = tuple[Arm, bool, list[Ran]]
+Row = tuple[Arm, bool, list[Figures]]
 """An arm, whether an engine is killed in it, and its figures by seed."""
 
 
@@ -71,14 +71,18 @@ def main() -> None:
     if options.documents:
         documents.main()
         return
-    rows: list[Row] = []
-    for arm, killed in _arms(options.sizes, options.one_shots):
-        ran = _run(arm, options, killed=killed)
-        rows.append((arm, killed, ran))
-        print(".", end="", file=sys.stderr, flush=True)
+    rows: list[Row] = [(arm, killed, []) for arm, killed in _arms(options)]
+    with strategies.warm() if options.engines else contextlib.nullcontext() as start:
+        for seed in range(options.seeds):
+            for arm, killed, found in rows:
+                found.append(_run(arm, options, seed, start, killed=killed))
+                print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     _print_sessions(options)
     _print_rows(rows)
+    if options.engines:
+        _print_ratios(rows)
+        return
     gates = [*_gates(rows)]
     for gate in gates:
         print(f"{'holds' if gate.holds else 'FAILS'}: {gate.text}")
@@ -88,26 +92,35 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--sessions", type=int, default=60, help="sessions of a run")
-    add("--live", type=int, default=24, help="sessions at a time")
+    add("--sessions", type=int, help="sessions of a run (60; 10 with --engines)")
+    add("--live", type=int, help="sessions at a time (24; 10 with --engines)")
     add("--seeds", type=int, default=1, help="runs of each arm: medians and quartiles are shown")
-    add("--scale", type=int, default=20, help="divides tokens; chunks stay as large")
-    add("--sizes", type=float, nargs="+", default=[0.5, 1, 2], help="of caches, in working sets")
-    add("--one-shots", type=float, nargs="+", default=[0, 3, 8], help="times the new tokens")
+    add("--scale", type=int, help="divides tokens; chunks stay as large (20; 30 with --engines)")
+    add("--sizes", type=float, nargs="+", help="of caches, in working sets (0.5 1 2; 2)")
+    add("--one-shots", type=float, nargs="+", help="times the new tokens (0 3 8; 3)")
     add("--documents", action="store_true", help="the order of documents instead")
     add("--traces", type=Path, help="a folder of traces to replay instead")
     add("--write", type=Path, help="also write the generated sessions into this folder")
-    return parser.parse_args()
+    add("--engines", type=int, default=0, help="so many servers of a tiny model instead")
+    add("--speed", type=float, default=300, help="divides pauses, with --engines")
+    add("--load", choices=("own", "aiperf"), default="own", help="what sends the requests to them")
+    add("--aiperf", default="aiperf", help="AIPerf's program")
+    options = parser.parse_args()
+    for name, defaults in DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, defaults[bool(options.engines)])
+    return options
 
 
-def _arms(sizes: Sequence[float], one_shots: Sequence[float]) -> Iterator[tuple[Arm, bool]]:
+def _arms(options: argparse.Namespace) -> Iterator[tuple[Arm, bool]]:
     """Yield the arms, and whether an engine is killed in them."""
-    for more in one_shots:
-        for size in sizes:
-            for strategy, hinted, retains in STRATEGIES:
+    for more in options.one_shots:
+        for size in options.sizes:
+            for strategy, hinted, retains in engines.STRATEGIES if options.engines else STRATEGIES:
                 yield Arm(strategy, hinted, size, more, retains=retains), False
-    for shared in (False, True):
-        yield Arm("prefixaware", True, 1, 0, shared), True
+    if not options.engines:
+        for shared in (False, True):
+            yield Arm("prefixaware", True, 1, 0, shared), True
 
 
 def _made(options: argparse.Namespace, seed: int) -> tuple[Maker, list[Session]]:
@@ -117,40 +130,24 @@ def _made(options: argparse.Namespace, seed: int) -> tuple[Maker, list[Session]]
     return maker, maker.sessions(options.sessions)
 
 
-def _run(arm: Arm, options: argparse.Namespace, *, killed: bool) -> list[Ran]:
-    """Return the arm's figures by seed."""
-    found = []
-    for seed in range(options.seeds):
-        maker, sessions = _made(options, seed)
-        prompt = statistics.median(turn.tokens for it in sessions for turn in it.turns)
-        room = int(arm.size * options.live * prompt / REPLICAS / CHUNK)
-        fleet = Fleet(
-            arm,
-            sessions,
-            maker,
-            live=options.live,
-            room=room,
-            scale=options.scale,
-            killed=killed,
-        )
-        best = figures(sessions, options.scale)["ideal"]
-        found.append(_figures(fleet.run(), best, options.scale))
-    return found
-
-
-def _figures(found: Found, ideal: float, scale: int) -> Ran:
-    hits = found.hit / found.tokens
-    repeated = sorted(found.repeated)
-    return Ran(
-        hits,
-        hits / ideal,
-        scale * (found.tokens - found.hit) / found.turns,
-        scale * statistics.fmean(repeated),
-        scale * repeated[int(0.9 * len(repeated))],
-        found.moves / len(repeated),
-        1e6 * statistics.median(found.decisions_s),
-        statistics.fmean(found.of_the_killed or [0.0]),
+def _run(
+    arm: Arm,
+    options: argparse.Namespace,
+    seed: int,
+    start: strategies.Start | None,
+    *,
+    killed: bool,
+) -> Figures:
+    """Return the arm's figures with one seed. start: starts a real server."""
+    maker, sessions = _made(options, seed)
+    prompt = statistics.median(turn.tokens for it in sessions for turn in it.turns)
+    room = int(arm.size * options.live * prompt / (options.engines or REPLICAS) / CHUNK)
+    if start:
+        return engines.run(arm, sessions, maker, room, options, start)
+    fleet = Fleet(
+        arm, sessions, maker, live=options.live, room=room, scale=options.scale, killed=killed
     )
+    return fleet.run().figures(sessions, options.scale)
 
 
 def _print_sessions(options: argparse.Namespace) -> None:
@@ -165,24 +162,46 @@ def _print_sessions(options: argparse.Namespace) -> None:
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    print(
-        "| one-shots | cache | strategy | hits | of ideal | computed a turn "
-        "| computed again a turn, P90 | moves |\n|---|---|---|---|---|---|---|---|"
-    )
+    timed = any(it.ttft_p50_ms for *_, found in rows for it in found)
+    columns = ["one-shots", "cache", "strategy", "hits", "of ideal", "computed a turn"]
+    columns += ["computed again a turn, P90", "moves"]
+    columns += ["tokens of the tier", "TTFT P50 ms", "P90 ms"] if timed else []
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for arm, killed, found in rows:
-        ran = Ran(*(statistics.median(values) for values in zip(*found, strict=True)))
+        ran = Figures(*(statistics.median(values) for values in zip(*found, strict=True)))
         named = f"`{arm.strategy}`" + (" with hints" if arm.hinted else "")
         named += " and retention" if arm.retains else ""
         if killed:
             named += ", an engine killed" + (", shared store" if arm.shared else "")
+        times = (
+            f" {ran.of_tiers:.0%} | {spread([it.ttft_p50_ms for it in found], '.0f')} "
+            f"| {spread([it.ttft_p90_ms for it in found], '.0f')} |"
+        )
         print(
             f"| {arm.one_shots:g} | {arm.size:g} | {named} "
             f"| {spread([it.hits for it in found], '.3f')} "
             f"| {ran.of_ideal:.3f} | {spread([it.computed / 1000 for it in found], '.1f')}k "
             f"| {ran.repeated / 1000:.1f}k, {ran.repeated_p90 / 1000:.1f}k | {ran.moves:.3f} |"
+            f"{times if timed else ''}"
         )
-    slowest = max(statistics.median(it.decision_us for it in found) for *_, found in rows)
-    print(f"\nA decision takes up to {slowest:.0f} µs (median of an arm).")
+    if not timed:
+        slowest = max(statistics.median(it.decision_us for it in found) for *_, found in rows)
+        print(f"\nA decision takes up to {slowest:.0f} µs (median of an arm).")
+
+
+def _print_ratios(rows: Sequence[Row]) -> None:
+    """Print each arm's figures ÷ round robin's with the same seed."""
+    base: list[Figures] = []
+    for arm, _, found in rows:
+        if arm.strategy == "roundrobin":
+            base = found
+            continue
+        named = f"{arm.strategy}{' with hints' * arm.hinted} ÷ roundrobin at {arm.one_shots:g}"
+        shown = (
+            f"{figure} {spread(_ratios(figure, found, base), '.2f')}"
+            for figure in ("hits", "computed", "ttft_p50_ms", "ttft_p90_ms")
+        )
+        print(f"{named}, {arm.size:g}: {', '.join(shown)}")
 
 
 def _gates(rows: Sequence[Row]) -> Iterator[Gate]:
@@ -208,7 +227,7 @@ def _gates(rows: Sequence[Row]) -> Iterator[Gate]:
             yield _at_most(0.1, "killed engine, shared store", [it.of_the_killed for it in found])
 
 
-def _ratios(figure: str, one: Sequence[Ran], other: Sequence[Ran]) -> list[float]:
+def _ratios(figure: str, one: Sequence[Figures], other: Sequence[Figures]) -> list[float]:
     """Return the ratios of two arms' figures, by seed."""
     pairs = zip(one, other, strict=True)
     return [getattr(first, figure) / getattr(second, figure) for first, second in pairs]

@@ -8,11 +8,12 @@ and then pause.
 
 import heapq
 import itertools
+import statistics
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import prometheus_client
 
@@ -25,7 +26,7 @@ from serving.router.policy.prefix_index import PrefixIndex
 from serving.router.policy.replica_load import Load
 from serving.router.policy.routing_request import RoutingRequest
 from serving.router.policy.tiers import Capacity
-from tools.bench.agents.sessions import CHUNK, Maker, Session, Turn, known_first
+from tools.bench.agents.sessions import CHUNK, Maker, Session, Turn, ideal, known_first
 from tools.routing_sim.model import graduated
 
 REPLICAS = 3
@@ -64,6 +65,65 @@ class Found:
     decisions_s: list[float] = field(default_factory=list)
     of_the_killed: list[float] = field(default_factory=list)
     """For the next turn of each conversation of the killed engine: the share computed again."""
+    last: dict[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
+    """By conversation: the engine of its last turn, and the turn's chunks."""
+    orphans: set[str] = field(default_factory=set)
+    """Conversations of the killed engine that had no turn since."""
+
+    def count(self, turn: Turn, conversation: str, engine: str, hit: int) -> int:
+        """Count a turn. hit: its tokens that were cached. Returns the number of its tokens that are
+        new to the conversation.
+        """
+        self.turns += 1
+        self.tokens += turn.tokens
+        self.hit += hit
+        before, chain = self.last.get(conversation, ("", ()))
+        same = CHUNK * known_first(turn.chain, dict.fromkeys(chain))
+        if before:
+            again = max(same - hit, 0)
+            self.repeated.append(again)
+            self.moves += engine != before
+            if conversation in self.orphans and same:
+                self.orphans.discard(conversation)
+                self.of_the_killed.append(again / same)
+        self.last[conversation] = (engine, turn.chain)
+        if turn.ends:
+            del self.last[conversation]
+        return max(turn.tokens - same, 0)
+
+    def figures(self, sessions: Sequence[Session], scale: int) -> "Figures":
+        """sessions: all that were run. scale: divided their tokens."""
+        hits = self.hit / self.tokens
+        repeated = sorted(self.repeated)
+        return Figures(
+            hits,
+            hits / ideal(sessions),
+            scale * (self.tokens - self.hit) / self.turns,
+            scale * statistics.fmean(repeated),
+            scale * repeated[int(0.9 * len(repeated))],
+            self.moves / len(repeated),
+            1e6 * statistics.median(self.decisions_s or [0.0]),
+            statistics.fmean(self.of_the_killed or [0.0]),
+        )
+
+
+class Figures(NamedTuple):
+    """The figures of an arm with one seed. Tokens are those of a turn, at full size. The last three
+    are those of real engines: times to the first token, and the share of the prompts' tokens that
+    came from the KV cache tier.
+    """
+
+    hits: float
+    of_ideal: float
+    computed: float
+    repeated: float
+    repeated_p90: float
+    moves: float
+    decision_us: float
+    of_the_killed: float
+    ttft_p50_ms: float = 0.0
+    ttft_p90_ms: float = 0.0
+    of_tiers: float = 0.0
 
 
 class Engine:
@@ -146,14 +206,11 @@ class Fleet:
                 capacity = Capacity(engine=room * CHUNK, store=store)
                 self._policy.index.resize(engine.load.name, capacity)
         self._conversations = Conversations()
-        self._last: dict[str, tuple[str, Sequence[int]]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
         self._owed = 0.0  # tokens of one-shots
-        self._repeats = 0  # chunks that the last request had in common with its turn before
         self._kill_at = sum(len(it.turns) for it in sessions) // 2 if killed else None
-        self._orphans: set[str] = set()
         self.found = Found()
 
     def run(self) -> Found:
@@ -223,36 +280,17 @@ class Fleet:
         self._at(begins, lambda: engine.load.computed(work))
         self._at(over, lambda: engine.load.end(work))
         if conversation:
-            self._count(turn, conversation, engine.load.name, known)
-            self._owed += self._arm.one_shots * max(turn.tokens - self._repeats * CHUNK, 0)
+            new = self.found.count(turn, conversation, engine.load.name, known * CHUNK)
+            self._owed += self._arm.one_shots * new
         return over
-
-    def _count(self, turn: Turn, conversation: str, engine: str, known: int) -> None:
-        found = self.found
-        found.turns += 1
-        found.tokens += turn.tokens
-        found.hit += known * CHUNK
-        before, chain = self._last.get(conversation, ("", ()))
-        self._repeats = same = known_first(turn.chain, dict.fromkeys(chain))
-        if before:
-            again = max(same - known, 0)
-            found.repeated.append(again * CHUNK)
-            found.moves += engine != before
-            if conversation in self._orphans and same:
-                self._orphans.discard(conversation)
-                found.of_the_killed.append(again / same)
-        self._last[conversation] = (engine, turn.chain)
-        if turn.ends:
-            del self._last[conversation]
 
     def _kill(self) -> None:
         engine = self._engines[0]
         engine.clear()
         self._policy.forget(engine.load.name)
         self._conversations.forget(engine.load.name)
-        self._orphans = {
-            name for name, (where, _) in self._last.items() if where == engine.load.name
-        }
+        last = self.found.last
+        self.found.orphans = {it for it, (where, _) in last.items() if where == engine.load.name}
 
 
 def _policy(strategy: str) -> Policy:
