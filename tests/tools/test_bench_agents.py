@@ -3,7 +3,6 @@
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import sys
 
@@ -131,23 +130,6 @@ def test_each_answer_counts_for_its_own_turn():
     assert found.turns == sum(len(it.turns) for it in made)
     assert found.moves == 0
     assert found.figures(made, 60).of_ideal == pytest.approx(1)
-    records = [
-        json.dumps(
-            {
-                "metadata": {"conversation_id": str(number), "turn_index": turn},
-                "metrics": {
-                    "time_to_first_token": {"value": 20.0, "unit": "ms"},
-                    "usage_prompt_cache_read_tokens": {"value": it.cached, "unit": "tokens"},
-                },
-            }
-        )
-        for number, each in enumerate(answered)
-        for turn, it in enumerate(each)
-    ]
-    of_aiperf = engines.counted(scripts, engines.of_aiperf(records[::-1], scripts))
-    assert dataclasses.replace(of_aiperf, last={}) == dataclasses.replace(found, last={})
-    with pytest.raises(SystemExit, match="of AIPerf"):
-        engines.of_aiperf(records[1:], scripts)
 
 
 # The order of documents

@@ -103,8 +103,6 @@ def _options() -> argparse.Namespace:
     add("--write", type=Path, help="also write the generated sessions into this folder")
     add("--engines", type=int, default=0, help="so many servers of a tiny model instead")
     add("--speed", type=float, default=300, help="divides pauses, with --engines")
-    add("--load", choices=("own", "aiperf"), default="own", help="what sends the requests to them")
-    add("--aiperf", default="aiperf", help="AIPerf's program")
     options = parser.parse_args()
     for name, defaults in DEFAULTS.items():
         if getattr(options, name) is None:

@@ -6,19 +6,15 @@ the arm's size, and its engine's memory room for one prompt of the longest kind.
 one token for each word, and equal chunks are equal texts. The next turn has the trace's own answer,
 not the server's. Pauses are divided by --speed.
 
-Hits are the cached tokens that the servers report for each answer. This process sends the requests,
-or AIPerf does (--load aiperf), which gets them in a file of Mooncake's format with its extensions.
-AIPerf sends a session's one-shots in turn with its other requests, and names no parents.
+Hits are the cached tokens that the servers report for each answer.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,16 +42,6 @@ SPARE = 64
 """Tokens of the context beyond the longest prompt: the chat template's, and an answer's."""
 
 
-AIPERF = {
-    "AIPERF_HTTP_X_SESSION_AFFINITY_FROM_CORRELATION_ID": "false",
-    "HF_HUB_OFFLINE": "0",
-    "HF_ENDPOINT": "http://127.0.0.1:9",
-}
-"""No headers name sessions, since the bodies do. With HF_HUB_OFFLINE, AIPerf refuses a tokenizer's
-folder, so its hub is an address without a server.
-"""
-
-
 class Request(NamedTuple):
     """conversation: the turn's; "" for a one-shot. headers: that hint at its parent."""
 
@@ -66,11 +52,11 @@ class Request(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """ttft: seconds. cached: prompt tokens. replica: AIPerf does not know it."""
+    """ttft: seconds. cached: prompt tokens."""
 
     ttft: float
     cached: int
-    replica: str = "unknown"
+    replica: str
 
 
 class Writer:
@@ -153,10 +139,7 @@ def run(
         ):
             before = strategies.counted(servers)
             began = time.monotonic()
-            if options.load == "aiperf":
-                answered = by_aiperf(router.url, scripts, options, folder)
-            else:
-                answered = asyncio.run(replayed(router.url, scripts, options))
+            answered = asyncio.run(replayed(router.url, scripts, options))
             took = time.monotonic() - began
             sent = sum(map(len, scripts))
             after = strategies.counted(servers, before[strategies.ANSWERED] + sent)
@@ -245,51 +228,3 @@ async def replayed(
         for _ in range(options.live):
             group.create_task(user())
     return [[it.result() for it in own] for own in tasks]
-
-
-def by_aiperf(
-    url: str, scripts: Sequence[Sequence[Request]], options: argparse.Namespace, folder: Path
-) -> list[list[Answered]]:
-    """Let AIPerf send all sessions' requests, --live sessions at a time."""
-    trace = folder / "trace.jsonl"
-    with trace.open("w") as file:
-        for number, script in enumerate(scripts):
-            for it in script:
-                row = {"session_id": str(number), "payload": it.body}
-                if it.conversation:
-                    row["delay"] = 1e3 * it.turn.pause / options.speed
-                file.write(json.dumps(row) + "\n")
-    command = [
-        *(options.aiperf, "profile", "--model", "lmi", "--url", url, "--endpoint-type", "chat"),
-        *("--streaming", "--custom-dataset-type", "mooncake_trace", "--input-file", str(trace)),
-        *("--num-conversations", str(len(scripts)), "--concurrency", str(options.live)),
-        *("--tokenizer", str(tiny.make_long())),
-        *("--use-server-token-count", "--no-server-metrics", "--no-gpu-telemetry"),
-        *("--workers-max", "1", "--ui", "none", "--output-artifact-dir", str(folder / "aiperf")),
-    ]
-    log = folder / "aiperf.log"
-    with log.open("w") as output:
-        ended = subprocess.run(command, env=os.environ | AIPERF, stdout=output, stderr=output)
-    records = folder / "aiperf" / "profile_export.jsonl"
-    if ended.returncode or not records.exists():
-        sys.exit(f"AIPerf ended with {ended.returncode}:\n{log.read_text()[-3000:]}")
-    return of_aiperf(records.read_text().splitlines(), scripts)
-
-
-def of_aiperf(records: Sequence[str], scripts: Sequence[Sequence[Request]]) -> list[list[Answered]]:
-    """Answers by the records that AIPerf exports. Exits if one is missing."""
-    found: dict[tuple[str, int], Answered] = {}
-    for line in records:
-        record = json.loads(line)
-        at, metrics = record["metadata"], record["metrics"]
-        if record.get("error") or "time_to_first_token" not in metrics:
-            sys.exit(f"a request of AIPerf failed: {line[:1000]}")
-        cached = metrics.get("usage_prompt_cache_read_tokens", {"value": 0})
-        ttft = metrics["time_to_first_token"]["value"] / 1e3
-        found[at["conversation_id"], at["turn_index"]] = Answered(ttft, int(cached["value"]))
-    if len(found) != sum(map(len, scripts)):
-        sys.exit(f"of AIPerf came {len(found)} answers of {sum(map(len, scripts))}")
-    return [
-        [found[str(number), turn] for turn in range(len(script))]
-        for number, script in enumerate(scripts)
-    ]
