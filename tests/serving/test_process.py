@@ -91,7 +91,7 @@ async def main():
     ours = multiprocessing.get_context("spawn").Process(target=os._exit, args=(7,))
     ours.start()
     shell = await asyncio.create_subprocess_exec("sh", "-c", "exit 5")
-    orphans = "for i in 1 2 3; do sleep 600 >/dev/null & echo $!; done"
+    orphans = "for i in 1 2 3; do sleep 600 >/dev/null 2>&1 & echo $!; done"
     orphans = subprocess.run(["sh", "-c", orphans], capture_output=True, text=True, check=True)
     orphans = [psutil.Process(int(number)) for number in orphans.stdout.split()]
     assert {orphan.ppid() for orphan in orphans} == {os.getpid()}
