@@ -19,7 +19,7 @@ import uvloop
 from serving.errors import UserCodeFailed
 from serving.observability import logs, redaction
 from serving.user_code import Limits, UserCode, start_user_code
-from tests.support.harness.wait import turns, until_async
+from tests.support.harness.wait import turns
 
 pytestmark = pytest.mark.anyio
 
