@@ -198,19 +198,29 @@ USAGE = re.compile(rb',"usage":{[^{}]*({[^{}]*})?[^{}]*}')
 CHOICE = re.compile(rb'"choices":\[{"index":(\d+)')
 
 
-def joined(events: list[bytes]) -> dict[bytes, tuple[list[bytes], list[str]]]:
-    """For each choice its events without their texts, equal ones in a row as one; and its text.
+Joined = dict[bytes, tuple[list[bytes], list[str], dict[str, list[Any]]]]
+
+
+def joined(events: list[bytes]) -> Joined:
+    """For each choice its events without their tokens, equal ones in a row as one; its text; and
+    the log probabilities of its tokens.
 
     vLLM joins tokens where a machine is slow, and several prompts come in random order.
     """
-    found: dict[bytes, tuple[list[bytes], list[str]]] = {}
+    found: Joined = {}
     for event in events:
         if isinstance(event, tuple):  # an error
-            found[b"error"] = ([event], [""])
+            found[b"error"] = ([event], [""], {})
             continue
         choice, token = CHOICE.search(event), TOKEN.search(event)
-        frames, text = found.setdefault(choice[1] if choice else b"", ([], [""]))
+        frames, text, logprobs = found.setdefault(choice[1] if choice else b"", ([], [""], {}))
         frame = TOKEN.sub(b"", event)
+        if b'"logprobs":{' in event:
+            data = json.loads(event.removeprefix(b"data: "))
+            for name, values in data["choices"][0].pop("logprobs").items():
+                logprobs.setdefault(name, []).extend(values or [])
+            data["choices"][0] |= {"text": "", "delta": {}}
+            frame = json.dumps(data).encode()
         if b'"finish_reason":null' in frame:  # tokens so far
             frame = USAGE.sub(b"", frame)
         if frames[-1:] != [frame]:
