@@ -152,13 +152,16 @@ def digest(tenant: str | None, name: str) -> str:
     secrets, and two tenants may use the same.
     """
     if len(name) > ID_BYTES or len(tenant or "") > ID_BYTES:  # a body's key may have megabytes
-        return _digest.__wrapped__(tenant, name)
-    return _digest(tenant, name)
+        return _digest(tenant, name)
+    return _cached_digest(tenant, name)
 
 
-@functools.lru_cache(4096)  # the turns of a conversation come soon after each other
 def _digest(tenant: str | None, name: str) -> str:
     return hashlib.sha256(msgspec.json.encode(("session", tenant, name))).hexdigest()[:32]
+
+
+# The turns of a conversation come soon after each other.
+_cached_digest = functools.lru_cache(4096)(_digest)
 
 
 def own(headers: Mapping[bytes, bytes], header: bytes, values: Iterable[msgspec.Raw]) -> str:

@@ -692,13 +692,10 @@ class Placement:
     def over(self, request: Request, outcome: Outcome, trace: Span | None) -> None:
         """It has ended: count it, write its line, end its span, and leave its replica."""
         name = self.replica.name if self.replica else ""
-        if self._waiter:
-            self._wait_no_more()
+        self._wait_no_more()
         self.leave()
-        if self._doubted:
-            self._excuse(time.monotonic())
-        if self._uncharged:
-            self._routing.limiter.charge(request.caller, self._uncharged)
+        self._excuse(time.monotonic())
+        self._routing.limiter.charge(request.caller, self._uncharged)
         self._routing.tally.requests[name, outcome.status, outcome.end] += 1
         error, status = outcome.error, outcome.status or CLIENT_LEFT
         if error:

@@ -2,6 +2,7 @@
 """A forced call fits its function's schema, with and without a parser of the model's format."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -145,8 +146,9 @@ def test_arguments_fit_the_schema(ask, stream, served):
         assert calls
         for name, arguments in calls:
             assert choice == "required" or name == choice["name"]
-            if "\ufffd" not in arguments:  # its bytes are no text, and were counted otherwise
-                jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+            # The grammar counts the bytes of half a character as one character.
+            counted = re.sub("\ufffd+", "\ufffd", arguments)
+            jsonschema.validate(json.loads(counted), SCHEMAS[name])
         return True
 
     with ThreadPoolExecutor(4) as threads:

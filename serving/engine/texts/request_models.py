@@ -36,9 +36,12 @@ class RequestModels:
         """
         prompt = values.get(self._key)
         parameters = {name: it for name, it in values.items() if name != self._key}
-        fixed = size <= SHORT and all(map(_is_fixed, parameters.values()))
-        fixed = fixed and "request_id" not in parameters  # each request has its own
-        if not (fixed and self._is_plain(prompt)):
+        if not (
+            size <= SHORT
+            and "request_id" not in parameters  # each request has its own
+            and all(map(_is_fixed, parameters.values()))
+            and self._is_plain(prompt)
+        ):
             return self._validate(values, from_attributes=True)  # as FastAPI does
         name = repr(parameters)  # in JSON, infinity and null would be equal
         if not (known := self._known.get(name)):

@@ -131,7 +131,7 @@ class CircuitBreaker:
 
     def begin(self, now: float) -> bool:
         """A request goes to the replica. Whether it is a trial, whose end must be reported."""
-        trial = bool(self.reason) and self.allows(now)
+        trial = self.ejected and self.allows(now)
         if trial:
             self._trial = True
             self._changed()
@@ -149,12 +149,11 @@ class CircuitBreaker:
 
     def answered(self, status: int, now: float, *, trial: bool = False) -> None:
         """The replica has begun an answer."""
-        if now > self._moved_at:
-            self._moved_at = now
+        self.moved(now)
         self._unreachable = 0
         error = is_error(status)
         self._errors.append(error)
-        if self.reason:
+        if self.ejected:
             if trial:
                 self._tried(now, failed=error)
             return
