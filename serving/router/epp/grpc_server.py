@@ -5,9 +5,9 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,6 +23,7 @@ from serving.router.epp.grpc_certificate import credentials
 from serving.router.epp.grpc_streams import Evicted, Streams
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 LIVENESS = "liveness"
@@ -144,12 +145,7 @@ async def _whole_reads(
     the memory of a cancelled read.
     """
     while True:
-        reading = asyncio.ensure_future(_read(incoming))
-        try:
-            message = await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            reading.add_done_callback(_ignore)
-            raise
+        message = await asyncio.shield(_begun(_read(incoming)))
         if message is None:
             return
         yield message
@@ -159,10 +155,18 @@ async def _read(incoming: AsyncIterator[pb.ProcessingRequest]) -> pb.ProcessingR
     return await anext(incoming, None)
 
 
-def _ignore(reading: "asyncio.Future[pb.ProcessingRequest | None]") -> None:
-    """Mark an error of a read that was given up as seen: it only says that the stream has ended."""
-    if not reading.cancelled():
-        reading.exception()
+def _begun(operation: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Start a read or a write that may be given up. Its error then only says that the stream has
+    ended, so nobody has to see it.
+    """
+    task = asyncio.create_task(operation)
+    task.add_done_callback(_ignore)
+    return task
+
+
+def _ignore(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -206,7 +210,7 @@ class _Writes:
         return getattr(self._context, name)
 
     async def write(self, message: Any) -> None:
-        self._write = asyncio.ensure_future(self._context.write(message))
+        self._write = _begun(self._context.write(message))
         await asyncio.shield(self._write)
 
     async def over(self) -> None:

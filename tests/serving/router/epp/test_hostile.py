@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import socket
@@ -278,6 +279,30 @@ async def test_watchers_keep_nobody_out(monkeypatch):
         assert (await last.read()).status == 1
         for call in (*both, last):
             call.cancel()
+
+
+async def test_a_write_that_was_given_up_may_fail():
+    """A task whose error nobody sees would be a traceback in the log."""
+    reached = asyncio.Event()
+
+    class Ended:
+        async def write(self, _message):
+            await reached.wait()
+            raise OSError("the stream has ended")
+
+    errors = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    writes = grpc_server._Writes(Ended())
+    writing = asyncio.create_task(writes.write(b""))
+    await asyncio.sleep(0)
+    writing.cancel()
+    await asyncio.wait([writing])
+    reached.set()
+    await writes.over()
+    del writes, writing
+    gc.collect()
+    assert not errors
 
 
 async def test_a_request_has_to_come_in_time(monkeypatch):
