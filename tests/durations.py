@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest that prints what the tests of each folder cost.
+"""A plugin of pytest that prints what the tests of each folder and of the costliest files cost.
 
 The measure is CPU time, since it hardly depends on what else the machine does. It contains the
 processes that a test starts, once they have ended and their parents have waited for them.
@@ -50,7 +50,8 @@ class Durations:
         self._busy = psutil.cpu_percent  # since its last call
         self._busy()
         self._collecting = 0.0
-        self._costs: dict[str, Cost] = {}
+        self._folders: dict[str, Cost] = {}
+        self._files: dict[str, Cost] = {}
 
     def pytest_collection_finish(self) -> None:
         self._collecting = self._measured = cpu_s()
@@ -64,24 +65,29 @@ class Durations:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        folder = str(PurePosixPath(report.nodeid.partition("::")[0]).parent)
-        cost = self._costs.setdefault(folder, Cost())
-        cost.cpu_s += getattr(report, "cpu_s", 0.0)
-        cost.wall_s += report.duration
-        cost.tests += report.when == "call"
-        self._costs.setdefault("collection", Cost()).cpu_s += getattr(report, "collecting_s", 0.0)
+        file = PurePosixPath(report.nodeid.partition("::")[0])
+        for costs, name in ((self._folders, file.parent), (self._files, file)):
+            cost = costs.setdefault(str(name), Cost())
+            cost.cpu_s += getattr(report, "cpu_s", 0.0)
+            cost.wall_s += report.duration
+            cost.tests += report.when == "call"
+        collection = self._folders.setdefault("collection", Cost())
+        collection.cpu_s += getattr(report, "collecting_s", 0.0)
 
     def total_s(self) -> float:
-        return sum(it.cpu_s for it in self._costs.values())
+        return sum(it.cpu_s for it in self._folders.values())
 
     def over_budget(self) -> bool:
         return self._prints and self._budget is not None and self.total_s() > self._budget
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         write = terminalreporter.write_line
-        terminalreporter.section("CPU time by folder")
-        for folder, cost in sorted(self._costs.items(), key=lambda it: -it[1].cpu_s):
-            write(f"{cost.cpu_s:7.1f} s {cost.wall_s:8.1f} s on the clock {cost.tests:6}  {folder}")
+        tables = (("CPU time by folder", self._folders, None), ("costliest files", self._files, 10))
+        for title, costs, most in tables:
+            terminalreporter.section(title)
+            for name, cost in sorted(costs.items(), key=lambda it: -it[1].cpu_s)[:most]:
+                what = f"{cost.wall_s:8.1f} s on the clock {cost.tests:6}  {name}"
+                write(f"{cost.cpu_s:7.1f} s {what}")
         budget = "" if self._budget is None else f" of a budget of {self._budget:.0f} s"
         cores = f"{psutil.cpu_count()} cores were busy for {self._busy():.0f} % of the run"
         write(f"{self.total_s():7.1f} s{budget}; {cores}")
