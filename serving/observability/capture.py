@@ -116,6 +116,8 @@ _FORMS = (  # other libraries' formats of level, name and message
     re.compile(r"(?P<level>[A-Z]+):(?P<logger>[\w.]+):(?P<message>.*)"),  # logging.basicConfig()
     re.compile(r"(?:\[rank\d+\]:)?\[?(?P<level>[IWEF])\d{4} [\d:.]+ +(?P<message>.*)"),  # glog
 )
+_USUAL = re.compile(r"Session \S+ has no lookup ipc key")
+"""LMCache warns so when a request ends that looked nothing up, such as one of a short prompt."""
 _LETTERS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 _TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Failed|Killed)\b(?::|$)")
@@ -182,6 +184,8 @@ def _of_another_form(text: str) -> logging.LogRecord:
             level = logging.getLevelNamesMapping().get(level_name, logging.INFO)
             name = match.groupdict().get("logger") or ("lmcache" if "LMCache" in text else name)
             message = match["message"]
+            if _USUAL.match(message):
+                level = logging.DEBUG
             break
     else:
         if _RAISED.match(text):

@@ -38,6 +38,7 @@ with capture.capture_output():
     logging.getLogger("serving.a").info("ours", extra={"facts": {"n": 1}})
     print("hello", os.environ["HF_TOKEN"])
     sys.stderr.write("[2026-11-22 01:02:03,4] LMCache \x1b[32mWARNING:\x1b[0m slow (a.py:1:b)\n")
+    sys.stderr.write("[2026-11-22 01:02:03,4] LMCache WARNING: Session a has no lookup ipc key\n")
     sys.stderr.write("WARNING:root:basic\n[W1122 01:02:03.4 utils.cpp:68] native\n 0%\r 50%\r99%\n")
     sys.stderr.flush()
     for odd in ("", '"}', '", "level": 5}', '", "a": ' + "[" * 100_000):
@@ -85,6 +86,7 @@ def test_all_that_is_written_becomes_lines_of_the_log():
     assert by_message["RuntimeError: raw"]["exception"].startswith("Traceback")
     assert [line for line in found if "UserWarning: mind" in line["message"]]
     assert "never" not in by_message
+    assert not [line for line in found if "ipc key" in line["message"]]
     assert found[-1]["causes"] == ["ValueError: the token is [secret]", "RuntimeError: raw"]
     assert ended.stdout == ""
 
