@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from handlers.records import MOST_VALUES, has_more
+
 MARK, BREAKPOINT = "cache_control", "prompt_cache_breakpoint"
 LARGEST = 4 * 1024 * 1024
 """Most bytes of a body that is searched for marks. Its messages are then read once more."""
@@ -38,11 +40,11 @@ def read(
     turns: msgspec.Raw, before: Iterable[msgspec.Raw], body: bytes | bytearray
 ) -> dict[str, list[msgspec.Raw]]:
     """Return the kinds of marks in a body, each with the values of those on the last message,
-    undecoded, at most MOST. There are none if a body only has others, or is too large to look.
+    undecoded, at most MOST. There are none if a body only has others, or too much to look at.
     turns: its messages or items. before: what else can have marks.
     """
     kinds = [it for it in (MARK, BREAKPOINT) if b'"%b"' % it.encode() in body]
-    if not kinds or len(body) > LARGEST:
+    if not kinds or len(body) > LARGEST or has_more(turns, MOST_VALUES):
         return {kind: [] for kind in kinds}
     last = [*_all(turns, _DEPTH, only_last=True)]
     found = {}

@@ -18,12 +18,11 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from handlers.records import MOST_VALUES, has_more
 from serving.errors import BadRequest
 from serving.inference.content.fields import (
-    MARKS,
     PAIRS,
     RequestFields,
-    count,
     given,
     is_list,
     length,
@@ -76,10 +75,6 @@ TOKENS = 2 * 1024 * 1024
 """Most tokens in a request's prompts or inputs, if they are given as tokens."""
 MESSAGES = 8192
 """Most messages and parts of messages in a request. vLLM takes up to 0.1 ms to read one, on the
-event loop.
-"""
-VALUES = 65_536
-"""Most values in a request's messages, items or documents, at any depth. vLLM reads each on the
 event loop.
 """
 PATTERN, REPEATED = 64, 512
@@ -234,8 +229,8 @@ def check_tokenized(body: bytes) -> None:
 
 
 def _check_values(value: msgspec.Raw, key: str) -> None:
-    if len(value) > VALUES and any(count(bytes(value), mark, VALUES) > VALUES for mark in MARKS):
-        raise BadRequest(f"{key} may have at most {VALUES} values, in all of its lists", key)
+    if has_more(value, MOST_VALUES):
+        raise BadRequest(f"{key} may have at most {MOST_VALUES} values, in all of its lists", key)
 
 
 def _is_tokens(value: msgspec.Raw) -> bool:

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from handlers.records import MOST_VALUES, has_more
 from serving.cache_hints import documents, intent
 from serving.cache_hints.intent import NO_INTENT, NONE, CacheIntent, HintKeys
 from serving.protocol import (
@@ -32,6 +33,8 @@ from serving.router.policy.prefix_index import BYTES_PER_TOKEN, chain
 
 LONGEST_ADAPTER = 1_024
 """Characters of a name that the router remembers as an adapter's; a longer one is none."""
+LONGEST_LIST = 128 * 1024
+"""Bytes of a list of names that is read."""
 NEW_SESSION = "NEW_SESSION"
 """The value that begins a session, in the header or as a body's requestType."""
 _USER_KEYS = ("user_id", "user")
@@ -242,7 +245,8 @@ class RequestReader:
 
 def _in_order(keys: _Keys, path: str, size: int) -> bytes:
     """A chat's documents and messages, in the order that its replica serves. size: the body's."""
-    if size <= documents.LARGEST:
+    given = keys.documents, keys.messages
+    if size <= documents.LARGEST and not any(has_more(it, MOST_VALUES) for it in given):
         read = {"documents": keys.documents, "messages": keys.messages}
         with contextlib.suppress(*_UNREADABLE):
             chat = {name: msgspec.json.decode(it) for name, it in read.items() if it}
@@ -259,17 +263,18 @@ def _queried(target: bytes) -> str | None:
     return next(iter(parse_qs(query, keep_blank_values=True).get(ADAPTER_IN_QUERY, ())), None)
 
 
+_texts = msgspec.json.Decoder(str | list[str]).decode
+
+
 def _text(raw: msgspec.Raw) -> str:
     """A JSON text, the first of a list of them, or ""."""
-    if raw is _NONE:
+    if raw is _NONE or (len(raw) > LONGEST_LIST and memoryview(raw)[:1] == b"["):
         return ""
     try:
-        value = msgspec.json.decode(raw)
+        found = _texts(raw)
     except _UNREADABLE:
         return ""
-    if isinstance(value, list) and value:
-        value = value[0]
-    return value if isinstance(value, str) else ""
+    return found if isinstance(found, str) else next(iter(found), "")
 
 
 def _tokens(prompt: memoryview, body: Body, *, chat: bool) -> int:
@@ -296,6 +301,8 @@ def _with_media(
         return ()
     if _BEGIN_OF_MEDIA not in body:
         return ()
+    if body.count(b"{") > MOST_VALUES:  # replicas refuse as many messages
+        return (prompt,)
     try:
         contents = [message.content for message in _messages(prompt)]
     except _UNREADABLE:

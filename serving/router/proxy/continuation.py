@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from handlers.records import has_more
 from serving.http.http1 import CHUNK, LAST_CHUNK
 from serving.protocol import CHAT_COMPLETIONS, COMPLETIONS, FORMATTED
 from serving.router.usage import counted
@@ -72,6 +73,8 @@ _encode = msgspec.json.encode
 def continuation(path: str, body: bytes) -> "Continuation | None":
     """Continues a request's stream, if possible."""
     if path not in (CHAT_COMPLETIONS, COMPLETIONS) or b'"stream"' not in body:
+        return None
+    if has_more(body, MOST):
         return None
     try:
         asked = _decode(body)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from serving.inference.content import fields
 from serving.protocol import AUDIO_PATHS, ENGINE_PATHS
 from tests.serving.conftest import running
 
@@ -88,4 +89,28 @@ async def test_many_lines_hold_nothing_up(anyio_backend):
             "/invocations", content=lines, headers={"content-type": "application/jsonlines"}
         )
     assert answer.status_code < 500
+    assert turns.longest < LONGEST_S
+
+
+def filled(body: bytes, value: bytes) -> bytes:
+    """The body with `value,` so often in place of X that it has nearly 4 MiB."""
+    return body.replace(b"X", b",".join([value] * ((4 * 1024**2 - 400) // (len(value) + 1))))
+
+
+async def test_a_text_without_an_end_is_read_once(anyio_backend, monkeypatch):
+    monkeypatch.setattr(fields, "KEYS", 1000)  # with the real limit it would be read for minutes
+    body = b'{"prompt":"' + b"a" * 2**17 + b'","x":"' + b'\\":' * 8000
+    async with running(max_request_size=2**20) as served, Turns() as turns:
+        answer = await served.post("/v1/completions", body)
+    assert answer.status_code == 400
+    assert turns.longest < LONGEST_S
+
+
+@pytest.mark.parametrize("parts", [b'{"content":[X]}', b'{"content":[{"content":[X]}]}'])
+async def test_marks_are_not_looked_for_among_values_that_nothing_else_reads(anyio_backend, parts):
+    body = filled(b'{"inputs":"a","cache_control":1,"messages":[%b]}' % parts, b"{}")
+    async with running(max_request_size=64 * 1024**2) as served, Turns() as turns:
+        answer = await served.post("/invocations", body, headers={"X-Slipway-Cache": "1"})
+    assert answer.status_code == 200
+    assert "ignored=cache_control" in answer.headers["X-Slipway-Cache"]
     assert turns.longest < LONGEST_S

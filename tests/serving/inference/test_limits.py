@@ -470,6 +470,7 @@ async def test_an_adapter_call_has_the_limit_of_all_bodies(shared):
         ("/v1/completions", {"prompt": "a", **{f"k{n}": n for n in range(140_000)}}, "keys"),
         ("/v1/completions", {"prompt": "a", "x": [0] * 2_700_000}, "values"),
         ("/v1/completions", b'{"prompt":"a","x":[%b]}' % b",".join([b"[]"] * 2_700_000), "values"),
+        ("/v1/completions", {"prompt": "a", "x": [""] * 1_100_000}, "texts"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a", "x": [{}] * 70_000}]},
