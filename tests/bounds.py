@@ -38,6 +38,7 @@ ROWS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "serving/inference/prepared.py": ["_values json.loads"],
         "serving/router/policy/routing_request.py": [
             "- msgspec.json.Decoder(list[_Message]).decode",
+            "- msgspec.json.Decoder(str | list[str]).decode",
             "RequestReader.__init__ msgspec.json.Decoder(body).decode",
             "_in_order msgspec.json.decode",
         ],
@@ -442,9 +443,6 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
     },
     "serving/router/placement.py": {
         "Placement.read self._routing.read": "reads the request's body, which is kept",
-    },
-    "serving/router/policy/routing_request.py": {
-        "_text msgspec.json.decode": "a value of a body that is kept",
     },
     "serving/router/proxy/proxied.py": {
         "ProxiedRequest._read placement.read": "reads the request's body, which is kept",

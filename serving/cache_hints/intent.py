@@ -164,11 +164,19 @@ def _digest(tenant: str | None, name: str) -> str:
 _cached_digest = functools.lru_cache(4096)(_digest)
 
 
+def as_text(value: bytes) -> str:
+    """Return a header's value as a text: UTF-8 as bodies and paths have it, or else Latin-1."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 def own(headers: Mapping[bytes, bytes], header: bytes, values: Iterable[msgspec.Raw]) -> str:
     """Return the conversation's id by the operator's own header, or by the first text of a body's
     values; "" without one. header: in lower case, b"" for none.
     """
-    if found := headers.get(header, b"").decode("latin-1"):
+    if found := as_text(headers.get(header, b"")):
         return found
     for value in values:
         with contextlib.suppress(*_UNREADABLE):
@@ -301,7 +309,7 @@ class _Reading:
     def _of(self, header: bytes) -> str:
         if not (value := self._headers.get(header)):
             return ""
-        return self._named(header.decode(), value.decode("latin-1"))
+        return self._named(header.decode(), as_text(value))
 
     def _named(self, field: str, name: str) -> str:
         """Return the digest of a conversation's name, "" for none."""

@@ -4,7 +4,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from serving.cache_hints.intent import digest
+from serving.cache_hints.intent import as_text, digest
 from serving.protocol import CLOSED_SESSION_ID, NEW_SESSION_ID
 
 LIMIT = 100_000
@@ -32,7 +32,7 @@ class SessionAffinity:
             name = begun.partition(b";")[0]
         elif not (name := headers.get(CLOSED_SESSION_ID, b"")):
             return None
-        session = digest(tenant, name.strip().decode("latin-1"))
+        session = digest(tenant, as_text(name.strip()))
         self.bind(session, replica if begun else "")
         return session
 

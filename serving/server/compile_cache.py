@@ -123,7 +123,8 @@ class Kept:
         self._lock = os.open(cache.part / _LOCK, flags, 0o600)
         if _locked(self._lock):
             _evict(cache, self._limit)
-            if source:
+            if source and not (cache.part / MANIFEST).exists():
+                _empty(cache.part)  # a start that was killed has left what it fetched
                 try:
                     fill(source, cache, self._limit, note)
                 except OSError as error:

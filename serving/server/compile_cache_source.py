@@ -5,10 +5,10 @@ The archive is a folder of OPTION_CACHE_FOLDER, packed by `tar`. The option has 
 archive contains code, and whoever can write to the bucket could otherwise run it here.
 """
 
-import contextlib
-import shutil
+import lzma
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,15 +20,15 @@ from serving.sources.source import SourceError
 
 
 def fill(source: str, cache: CompileCache, limit: int, note: Callable[[str], None]) -> None:
-    """Unpack the archive's part for this server's key, unless a start has filled it before.
+    """Unpack the archive's part for this server's key.
 
     limit: bytes of the archive, and of its files. note: takes the progress of the download. Raises
     OSError if the archive does not come, has another digest, or has nothing for the key.
     """
     found = CACHE_SOURCE.fullmatch(source)
-    if found is None or (cache.part / MANIFEST).exists():
+    if found is None:
         return
-    with tempfile.TemporaryDirectory(prefix=".source-", dir=cache.folder) as folder:
+    with tempfile.TemporaryDirectory(prefix=".source-", dir=cache.part) as folder:
         s3 = S3(found["uri"], found["bucket"], found["prefix"], Path(folder), found["name"])
         try:
             listing = s3.list()
@@ -43,13 +43,11 @@ def fill(source: str, cache: CompileCache, limit: int, note: Callable[[str], Non
         unpacked = Path(folder) / "unpacked"
         try:
             _unpack(archive, unpacked, cache.key, limit)
-        except tarfile.TarError as error:
+        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise OSError(f"{found['uri']} cannot be unpacked: {error}") from error
         if not (unpacked / cache.key / MANIFEST).exists():
             raise OSError(f"{found['uri']} has no files for the key {cache.key}")
         for path in (unpacked / cache.key).iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(cache.part / path.name)
             path.rename(cache.part / path.name)
 
 

@@ -70,6 +70,7 @@ OWN: Hinted = [
     # vLLM
     ({"X-Session-ID": "s"}, {}, {"session": S}),
     ({}, {"session_id": "s"}, {"session": S}),
+    ({"X-Session-ID": "café"}, {}, {"session": digest(None, "café")}),
     ({"X-Session-ID": "s"}, {"session_id": "p"}, {"session": S}),
     # Dynamo
     (

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from handlers.records import MOST_VALUES
 from serving.cache_hints.intent import digest
 from serving.inference.content.checks import (
     INPUTS,
@@ -12,7 +13,6 @@ from serving.inference.content.checks import (
     PROMPT_LOGPROBS,
     SEQUENCES,
     TOKENS,
-    VALUES,
 )
 from serving.inference.content.fields import GUIDED
 from tests.serving.conftest import running
@@ -261,8 +261,8 @@ async def test_the_number_of_a_requests_messages_has_a_limit(large, embedding, b
         ({"input": ["a"]}, "input should be a text or a list of items"),
         ({"input": {"a": 1}}, "input should be a text or a list of items"),
         (
-            {"input": [{"type": "file_search_call", "tools": [1] * (VALUES + 2)}]},
-            f"input may have at most {VALUES} values",
+            {"input": [{"type": "file_search_call", "tools": [1] * (MOST_VALUES + 2)}]},
+            f"input may have at most {MOST_VALUES} values",
         ),
         ({"tools": [1]}, "tools should be a list of objects"),
         ({"tools": [{}] * (INPUTS + 1)}, f"tools may be at most {INPUTS}"),

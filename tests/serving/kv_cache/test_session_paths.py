@@ -92,6 +92,19 @@ async def test_what_is_kept_of_a_conversation():
         assert (await it.client.get("/kv_sessions/mine")).status_code == 404
 
 
+@pytest.mark.parametrize("coding", ["utf-8", "latin-1"])
+async def test_an_id_is_the_same_in_a_header_a_body_and_a_path(coding):
+    async with cached() as (it, tier):
+        await it.post("/v1/completions", {"prompt": "a", "session_id": "café"})
+        named = {"X-Session-ID": "café".encode(coding)}
+        await it.post("/v1/completions", {"prompt": "a"}, headers=named)
+        in_body, in_header = (call.session for call in it.engine.calls)
+        assert in_header == in_body
+        tier.asks(in_header, "tail", seconds=300, system=[])
+        answer = await it.client.delete("/kv_sessions/café?forget=true")
+        assert answer.json() == {"tokens": CHUNK}
+
+
 async def test_the_end_by_a_call_lets_the_tail_go():
     async with cached() as (it, tier):
         tier.asks(digest(None, "mine"), "tail", seconds=300)

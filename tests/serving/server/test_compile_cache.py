@@ -253,6 +253,26 @@ def test_an_archive_of_other_versions_or_too_large_is_told(cache, packed, source
     assert not packed[1].exists()
 
 
+@pytest.mark.parametrize("broken", [lambda it: it[:-40], lambda it: it[:30] + b"?" * 30 + it[60:]])
+def test_an_archive_that_is_broken_is_told(cache, packed, aws, broken, caplog):
+    content = broken(packed[0].read_bytes())
+    aws.client.create_bucket(Bucket="compiled")
+    aws.client.put_object(Bucket="compiled", Key="b.tgz", Body=content)
+    digest = hashlib.sha256(content).hexdigest()
+    assert Kept(cache, LIMIT, f"s3://compiled/b.tgz#sha256={digest}").environment
+    assert "cannot be unpacked" in caplog.text
+
+
+def test_what_a_killed_start_has_fetched_makes_room_for_the_next(cache, source):
+    left = cache.part / ".source-1/b.tgz"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    seen = []
+    Kept(cache, LIMIT, source, lambda _: seen.append(([*cache.folder.iterdir()], left.exists())))
+    assert seen
+    assert all(it == ([cache.part], False) for it in seen)
+
+
 def test_what_is_made_later_is_private(cache):
     os.umask(0o002)
     Kept(cache, LIMIT)
