@@ -5,10 +5,8 @@ The archive is a folder of OPTION_CACHE_FOLDER, packed by `tar`. The option has 
 archive contains code, and whoever can write to the bucket could otherwise run it here.
 """
 
-import lzma
 import tarfile
 import tempfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +41,7 @@ def fill(source: str, cache: CompileCache, limit: int, note: Callable[[str], Non
         unpacked = Path(folder) / "unpacked"
         try:
             _unpack(archive, unpacked, cache.key, limit)
-        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        except (tarfile.TarError, EOFError) as error:
             raise OSError(f"{found['uri']} cannot be unpacked: {error}") from error
         if not (unpacked / cache.key / MANIFEST).exists():
             raise OSError(f"{found['uri']} has no files for the key {cache.key}")

@@ -253,9 +253,8 @@ def test_an_archive_of_other_versions_or_too_large_is_told(cache, packed, source
     assert not packed[1].exists()
 
 
-@pytest.mark.parametrize("broken", [lambda it: it[:-40], lambda it: it[:30] + b"?" * 30 + it[60:]])
-def test_an_archive_that_is_broken_is_told(cache, packed, aws, broken, caplog):
-    content = broken(packed[0].read_bytes())
+def test_an_archive_that_was_cut_is_told(cache, packed, aws, caplog):
+    content = packed[0].read_bytes()[:-40]
     aws.client.create_bucket(Bucket="compiled")
     aws.client.put_object(Bucket="compiled", Key="b.tgz", Body=content)
     digest = hashlib.sha256(content).hexdigest()
