@@ -3,6 +3,8 @@
 bodies, and the router reads them before.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.serving.api.test_turns import LONGEST_S, Turns, filled
@@ -22,7 +24,7 @@ BODIES = [
 ]
 
 
-async def longest(body: bytes, **settings: bool) -> float:
+async def longest(body: bytes, **settings: Any) -> float:
     async with routing(1, **settings) as it, Turns() as turns:
         answer = await it.post(body, "/v1/chat/completions")
     assert answer.status_code == 200
