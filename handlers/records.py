@@ -31,7 +31,7 @@ _TRIES = 1000
 OF_VALUES = (b",", b"[", b"{")
 """A byte before each value in JSON, except the only value of an object, which has a key."""
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""In what is no JSON, a text may be without an end: it is read once all the same."""
+"""A text without an end is read once as well. A body that is not JSON may have one."""
 MOST_VALUES = 65_536
 """Most values in a request's messages, items or documents, at any depth. vLLM reads each on the
 event loop.
