@@ -32,7 +32,7 @@ from serving.engine.texts.generation import (
     shown,
     without_nulls,
 )
-from serving.engine.texts.prompts import Prompts
+from serving.engine.texts.prompts import Prompts, TextParams
 from serving.engine.texts.request_models import RequestModels, are_texts
 from serving.engine.texts.streams import LOWEST, Part
 from serving.engine.versions import moved
@@ -75,6 +75,16 @@ class Chats(Generation):
             renderer = copy.copy(renderer)
             renderer.parser = self._forced
         return await renderer.render_chat(request)
+
+    def text_params(self, request: Any) -> TextParams | None:
+        renderer = self._renderer
+        if renderer.parser is not None:
+            return None
+        options = {**renderer.default_chat_template_kwargs, "tokenize": False}
+        chat = request.build_chat_params(
+            renderer.chat_template, renderer.chat_template_content_format
+        )
+        return TextParams(request.build_tok_params(self.config), chat.with_defaults(options))
 
     def answer(self, request: Any) -> "_Answer":
         return _Answer(self, request)
