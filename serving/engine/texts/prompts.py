@@ -22,7 +22,7 @@ SHORT = 4096
 
 
 class TextParams(NamedTuple):
-    """vLLM's parameters of a text. tokens: of its tokens. chat: of the template of a chat; None of a
+    """vLLM's parameters of a text. tokens: of its tokens. chat: of a chat's template; None of a
     completion.
     """
 

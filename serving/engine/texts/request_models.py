@@ -32,8 +32,8 @@ class Known:
         self._changeable: list[str] = []
 
     def sampling(self, most: int, make: Callable[[], Any]) -> Any:
-        """Return vLLM's parameters of sampling for a request, which may be changed. most: of tokens.
-        make: makes them, for the first request with as many.
+        """Return vLLM's parameters of sampling, which a request may change. most: of tokens. make:
+        makes them for the first request with as many.
         """
         if most != self._most:
             self._most, self._sampling = most, make()
