@@ -90,9 +90,9 @@ class Chats(Generation):
         return _Answer(self, request)
 
     def more(self, answer: Any, request: Any, prompt: Any) -> Mapping[str, Any]:
-        parser, options = answer.parser, None
-        tokens = extract_prompt_components(self.config, prompt).token_ids or []
+        parser, tokens, options = answer.parser, [], None
         if parser is not None and parser.reasoning_parser is not None:
+            tokens = extract_prompt_components(self.config, prompt).token_ids or []
             options = {"chat_template_kwargs": answer.options}
         return {
             "reasoning_ended": moved.reasoning_ended(request, parser, tokens),
