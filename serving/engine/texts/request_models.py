@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's models of requests. What depends on a request's parameters alone is made once for equal
-ones: most clients change only the prompt.
-"""
+"""vLLM's models of requests. Equal parameters are read once: most clients change only the prompt."""
 
 import copy
 import enum
@@ -18,9 +16,8 @@ REMEMBERED = 256
 
 
 class Known:
-    """What has been made of equal parameters. model: vLLM's model of them, without a prompt. text:
-    those of a text, once is_compared; None if vLLM makes something else of a text
-    (Generation).
+    """The results for equal parameters. model: vLLM's of them, without a prompt. text: those of a
+    text, once is_compared; None if vLLM makes another prompt of it (Generation).
     """
 
     def __init__(self, model: Any) -> None:
@@ -59,8 +56,8 @@ class RequestModels:
         """By the parameters as a text."""
 
     def of(self, values: dict[str, Any], size: int) -> tuple[Any, Known | None]:
-        """Return vLLM's model of a request, and what was made of its parameters for earlier ones.
-        size: the bytes of the request as it came. Raises vLLM's errors.
+        """Return vLLM's model of a request, and the results for its parameters if an earlier request
+        had them. size: the bytes of the request as it came. Raises vLLM's errors.
         """
         prompt = values.get(self.key)
         parameters = {name: it for name, it in values.items() if name != self.key}
