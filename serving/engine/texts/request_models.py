@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's models of requests. Equal parameters are read once: most clients change only the prompt."""
+"""vLLM's models of requests. Equal parameters are read once, as most clients change only the
+prompt.
+"""
 
 import copy
 import enum
@@ -56,8 +58,8 @@ class RequestModels:
         """By the parameters as a text."""
 
     def of(self, values: dict[str, Any], size: int) -> tuple[Any, Known | None]:
-        """Return vLLM's model of a request, and the results for its parameters if an earlier request
-        had them. size: the bytes of the request as it came. Raises vLLM's errors.
+        """Return vLLM's model of a request, and the results for its parameters if they are known.
+        size: the bytes of the request as it came. Raises vLLM's errors.
         """
         prompt = values.get(self.key)
         parameters = {name: it for name, it in values.items() if name != self.key}

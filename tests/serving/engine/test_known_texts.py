@@ -24,7 +24,10 @@ from serving.engine.texts.prompts import Prompts
 from serving.engine.texts.request_models import RequestModels, are_texts, is_text
 from tests.support.models import tiny
 
-pytestmark = pytest.mark.anyio
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
+]
 
 LONGEST = 64
 CHATML = (
