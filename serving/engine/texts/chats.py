@@ -90,7 +90,8 @@ class Chats(Generation):
         return _Answer(self, request)
 
     def more(self, answer: Any, request: Any, prompt: Any) -> Mapping[str, Any]:
-        parser, tokens, options = answer.parser, [], None
+        parser, options = answer.parser, None
+        tokens: list[int] = []
         if parser is not None and parser.reasoning_parser is not None:
             tokens = extract_prompt_components(self.config, prompt).token_ids or []
             options = {"chat_template_kwargs": answer.options}

@@ -200,15 +200,15 @@ class Generation:
 
     async def _rendered(self, call: Any, request: Any, known: Known | None) -> Any:
         """As render(), which known parameters do not need if a first text was the same without."""
-        at_once = known and self._prompts.are_at_once
-        if at_once and known.text:
-            return self._of_text(request, known.text)
+        shared = known if self._prompts.are_at_once else None
+        if shared and shared.text:
+            return self._of_text(request, shared.text)
         rendered = await self.render(request, self._prompts.renderer(call.size))
-        if at_once and not (known.is_compared or isinstance(rendered, ErrorResponse)):
+        if shared and not (shared.is_compared or isinstance(rendered, ErrorResponse)):
             params = self.text_params(request)
             if params and _timeless(self._of_text(request, params)) == _timeless(rendered):
-                known.text = params
-            known.is_compared = True
+                shared.text = params
+            shared.is_compared = True
         return rendered
 
     def _of_text(self, request: Any, params: TextParams) -> Any:
