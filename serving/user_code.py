@@ -299,10 +299,11 @@ class UserCode:
         """calls: the number of calls of the user's function."""
         limit = calls * self._limits.formatter_s
         for last in (False, True):
-            process = await self._ready_process()
+            process = self._process
+            if not (process and process.is_ready):
+                process = await self._ready_process()
             try:
-                async with asyncio.timeout(limit):
-                    result = await process.ask(what, data, limit)
+                result = await process.ask(what, data, limit)
                 self._losses = 0
                 return result or b""
             except TimeoutError:
@@ -569,23 +570,35 @@ class _Process:
             said = redacted(result.decode(errors="replace")[:MESSAGE])
             log.warning("%s: %s; vLLM starts, and gets what handle leaves to it", FILE, said)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be called, and no call may block it."""
+        return self._responsive.is_set() and not self.ended
+
     async def until_responsive(self) -> None:
         """Wait until no call may block the process, or the process has ended."""
         await self._responsive.wait()
 
     async def ask(self, what: What, data: Any, limit: float) -> bytes | None:
-        """Call a function whose answer is one result. limit: as call() has it. Raises _NotBegun and
-        UserCodeFailed.
+        """Call a function whose answer is one result. limit: seconds that it may take; 0 without a
+        limit. Raises TimeoutError, _NotBegun and UserCodeFailed.
         """
-        result: asyncio.Future[tuple[Kind, Any] | Exception]
-        result = asyncio.get_running_loop().create_future()
+        # asyncio.timeout() takes longer: streams call this for each token
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[tuple[Kind, Any] | Exception] = loop.create_future()
 
         def take(answer: tuple[Kind, Any] | Exception) -> None:
             if not result.done():
                 result.set_result(answer)
 
-        with self._begun(what, data, limit, take):
+        number = self._begin(what, data, limit, take)
+        timer = loop.call_later(limit, take, TimeoutError()) if limit else None
+        try:
             answer = await result
+        finally:
+            if timer:
+                timer.cancel()
+            self._leave(number)
         if isinstance(answer, Exception):
             raise answer
         found: bytes | None = answer[1]
@@ -601,7 +614,8 @@ class _Process:
         """
         answers: asyncio.Queue[tuple[Kind, Any] | Exception] = asyncio.Queue()
         used = 0
-        with self._begun(what, data, limit, answers.put_nowait) as number:
+        number = self._begin(what, data, limit, answers.put_nowait)
+        try:
             while True:
                 answer = await answers.get()
                 if isinstance(answer, Exception):
@@ -615,21 +629,27 @@ class _Process:
                 if used >= WINDOW // 2:
                     self._send(number, What.MORE, used)
                     used = 0
+        finally:
+            self._leave(number)
 
-    @contextlib.contextmanager
-    def _begun(self, what: What, data: Any, limit: float, take: _Take) -> Iterator[int]:
-        """Begin a call, and yield its number. It is cancelled if it has not ended in the block."""
+    def _begin(self, what: What, data: Any, limit: float, take: _Take) -> int:
+        """Begin a call. Returns its number, for _leave()."""
         if self.ended:
             raise _NotBegun(_DIED)
         self._latest = number = next(self._numbers)
         call = _Call(what, limit, None if what == What.HANDLE else self._now(), take)
         self._calls[number] = call
         self._send(number, what, data)
-        try:
-            yield number
-        finally:
-            if number in self._calls:
-                self._abandon(number, call)
+        return number
+
+    def _leave(self, number: int) -> None:
+        """Cancel a call that has not ended, as its caller no longer waits for it."""
+        if not (call := self._calls.get(number)):
+            return
+        call.abandoned = True
+        self._send(number, What.CANCEL, None)
+        self._watch(call)
+        self._end_if_retired()
 
     def kill(self, reason: str = "") -> None:
         """Kill the process. reason: for the callers that wait for an answer."""
@@ -663,13 +683,6 @@ class _Process:
         frames, self._unsent = self._unsent, []
         if not self.ended:
             self._writer.write(b"".join(frames))
-
-    def _abandon(self, number: int, call: _Call) -> None:
-        """Cancel a call that its caller no longer waits for."""
-        call.abandoned = True
-        self._send(number, What.CANCEL, None)
-        self._watch(call)
-        self._end_if_retired()
 
     def _watch(self, call: _Call) -> None:
         """Start the timer of an abandoned call."""

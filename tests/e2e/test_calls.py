@@ -401,7 +401,12 @@ async def from_both(engine: Any, *request: Any) -> tuple[Any, Any, Asked]:
 
 def answered_twice(run: Run, bodies: list[tuple[str, bytes, str]]) -> list[Any]:
     async def ask_all(engine: Any) -> list[Any]:
-        return [(await from_both(engine, *it))[:2] for it in bodies]
+        found = []
+        for it in bodies:
+            for _ in range(2):  # what is made of known parameters is compared
+                await Asked(*it).of(engine)
+            found.append((await from_both(engine, *it))[:2])
+        return found
 
     found: list[Any] = run(ask_all)
     return found

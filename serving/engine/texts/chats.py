@@ -32,7 +32,7 @@ from serving.engine.texts.generation import (
     shown,
     without_nulls,
 )
-from serving.engine.texts.prompts import Prompts
+from serving.engine.texts.prompts import Prompts, TextParams
 from serving.engine.texts.request_models import RequestModels, are_texts
 from serving.engine.texts.streams import LOWEST, Part
 from serving.engine.versions import moved
@@ -76,13 +76,24 @@ class Chats(Generation):
             renderer.parser = self._forced
         return await renderer.render_chat(request)
 
+    def text_params(self, request: Any) -> TextParams | None:
+        renderer = self._renderer
+        if renderer.parser is not None:
+            return None
+        options = {**renderer.default_chat_template_kwargs, "tokenize": False}
+        chat = request.build_chat_params(
+            renderer.chat_template, renderer.chat_template_content_format
+        )
+        return TextParams(request.build_tok_params(self.config), chat.with_defaults(options))
+
     def answer(self, request: Any) -> "_Answer":
         return _Answer(self, request)
 
     def more(self, answer: Any, request: Any, prompt: Any) -> Mapping[str, Any]:
         parser, options = answer.parser, None
-        tokens = extract_prompt_components(self.config, prompt).token_ids or []
+        tokens: list[int] = []
         if parser is not None and parser.reasoning_parser is not None:
+            tokens = extract_prompt_components(self.config, prompt).token_ids or []
             options = {"chat_template_kwargs": answer.options}
         return {
             "reasoning_ended": moved.reasoning_ended(request, parser, tokens),

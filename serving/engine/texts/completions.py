@@ -25,6 +25,7 @@ from serving.engine.texts.generation import (
     shown,
     without_nulls,
 )
+from serving.engine.texts.prompts import TextParams
 from serving.engine.texts.request_models import RequestModels, is_text
 from serving.engine.texts.streams import LOWEST, Part
 from serving.errors import BadRequest
@@ -44,6 +45,9 @@ class Completions(Generation):
             raise BadRequest("Streaming is not currently supported with beam search")
         prompts = await renderer.render_completion(request)
         return prompts if isinstance(prompts, ErrorResponse) else (None, prompts)
+
+    def text_params(self, request: Any) -> TextParams:
+        return TextParams(request.build_tok_params(self.config), None)
 
     def answer(self, request: Any) -> "_Answer":
         return _Answer(self, request)

@@ -30,8 +30,8 @@ from vllm.renderers.inputs.preprocess import extract_prompt_components, extract_
 from vllm.utils.async_utils import merge_async_iterators
 from vllm.utils.serial_utils import numpy2base64
 
-from serving.engine.texts.prompts import Prompts
-from serving.engine.texts.request_models import RequestModels
+from serving.engine.texts.prompts import Prompts, TextParams
+from serving.engine.texts.request_models import Known, RequestModels
 from serving.engine.texts.streams import LOWEST, Steps, Stream
 
 log = logging.getLogger(__name__)
@@ -109,6 +109,10 @@ class Generation:
         """The conversation and the prompts, or vLLM's ErrorResponse."""
         raise NotImplementedError
 
+    def text_params(self, request: Any) -> TextParams | None:
+        """The parameters of a prompt that is a text; None if render() also changes the request."""
+        raise NotImplementedError
+
     def answer(self, request: Any) -> Answer:
         """A writer for the request's answer."""
         raise NotImplementedError
@@ -130,9 +134,9 @@ class Generation:
         """Answer a call (base.Call). sink: its Sink. client: its client of vLLM (calls.CallClient).
         Raises what vLLM raises, and ServingError.
         """
-        request = self.requests.of(call.request, call.size)
+        request, known = self.requests.of(call.request, call.size)
         try:
-            answer, results = await self._ask(call, request, sink, client)
+            answer, results = await self._ask(call, request, known, sink, client)
             if not request.stream:
                 body = answer.whole(await _last(results, client))
         except BaseException:
@@ -162,7 +166,7 @@ class Generation:
         await sink.end()
 
     async def _ask(
-        self, call: Any, request: Any, sink: Any, client: Any
+        self, call: Any, request: Any, known: Known | None, sink: Any, client: Any
     ) -> tuple[Answer, list[Any]]:
         """The writer of the answer, and vLLM's generators of results, one for each prompt."""
         if self.log:
@@ -172,7 +176,7 @@ class Generation:
             raise client.dead_error
         client.check_admission(request.n or 1)
         answer: Any = Steps(self.tokenizer) if call.steps else self.answer(request)
-        rendered = await self.render(request, self._prompts.renderer(call.size))
+        rendered = await self._rendered(call, request, known)
         if isinstance(rendered, ErrorResponse):
             raise client.refusal(rendered)
         conversation, prompts = rendered
@@ -183,7 +187,7 @@ class Generation:
         results = []
         for number, prompt in enumerate(prompts):
             name = asked.name if conversation is not None else f"{asked.name}-{number}"
-            params, more = self._params(call, request, name, prompt, adapter)
+            params, more = self._params(call, request, known, name, prompt, adapter)
             if request.use_beam_search:
                 results.append(_Beams(client).beam_search(prompt, name, params, **more))
                 continue
@@ -193,6 +197,23 @@ class Generation:
             more |= self.more(answer, request, prompt)
             results.append(client.generate(prompt, params, name, **more))
         return answer, results
+
+    async def _rendered(self, call: Any, request: Any, known: Known | None) -> Any:
+        """As render(), which known parameters do not need if a first text was the same without."""
+        shared = known if self._prompts.are_at_once else None
+        if shared and shared.text:
+            return self._of_text(request, shared.text)
+        rendered = await self.render(request, self._prompts.renderer(call.size))
+        if shared and not (shared.is_compared or isinstance(rendered, ErrorResponse)):
+            params = self.text_params(request)
+            if params and _timeless(self._of_text(request, params)) == _timeless(rendered):
+                shared.text = params
+            shared.is_compared = True
+        return rendered
+
+    def _of_text(self, request: Any, params: TextParams) -> Any:
+        prompt = getattr(request, self.requests.key)
+        return self._prompts.of_text(prompt, params, request.cache_salt)
 
     async def _adapter(self, name: str | None, client: Any) -> Any:
         """vLLM's adapter of this name; None for the model's own."""
@@ -211,7 +232,13 @@ class Generation:
         raise VLLMNotFoundError(f"The model `{name}` does not exist. Valid aliases: {known}.")
 
     def _params(
-        self, call: Any, request: Any, name: str, prompt: Any, adapter: Any
+        self,
+        call: Any,
+        request: Any,
+        known: Known | None,
+        name: str,
+        prompt: Any,
+        adapter: Any,
     ) -> tuple[Any, dict[str, Any]]:
         """vLLM's parameters of sampling for a prompt, and other arguments."""
         most = get_max_tokens(
@@ -222,9 +249,12 @@ class Generation:
             self._most,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
         )
-        beams = request.use_beam_search
-        make = request.to_beam_search_params if beams else request.to_sampling_params
-        params = make(most, self._defaults)
+        if request.use_beam_search:
+            params = request.to_beam_search_params(most, self._defaults)
+        elif known and known.text:
+            params = known.sampling(most, lambda: request.to_sampling_params(most, self._defaults))
+        else:
+            params = request.to_sampling_params(most, self._defaults)
         if self.log:
             parts = extract_prompt_components(self.config, prompt)
             self.log.log_inputs(name, parts.text, parts.token_ids, parts.embeds, params, adapter)
@@ -312,6 +342,12 @@ async def _last(results: list[Any], client: Any) -> list[Any]:
         for output in result.outputs:
             client.require_success(output.finish_reason)
     return found
+
+
+def _timeless(rendered: Any) -> Any:
+    """A rendered request without the time when it came."""
+    conversation, prompts = rendered
+    return conversation, [{**it, "arrival_time": None} for it in prompts]
 
 
 def _session(more: Mapping[str, Any] | None) -> str | None:

@@ -11,13 +11,23 @@ text. The tokenizer of the library below it makes the same tokens without them.
 
 import contextlib
 import copy
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
 SHORT = 4096
 """The prompt of a body up to this many bytes counts as short."""
+
+
+class TextParams(NamedTuple):
+    """vLLM's parameters of a text. tokens: of its tokens. chat: of a chat's template; None of a
+    completion.
+    """
+
+    tokens: Any
+    chat: Any
 
 
 class Prompts:
@@ -40,31 +50,49 @@ class Prompts:
         """vLLM's renderer for a body. size: the body's bytes."""
         return self._short if size <= SHORT else self._long
 
+    @property
+    def are_at_once(self) -> bool:
+        """Whether short prompts are tokenized on the event loop now."""
+        return self._short is not self._long and not self.in_threads
+
+    def of_text(self, prompt: Any, params: TextParams, salt: str | None) -> Any:
+        """Return the conversation and the prompts of a short text, or of a chat of texts, without
+        vLLM's renderer of requests, while they are_at_once. Raises vLLM's errors.
+        """
+        renderer, arrival = self._short.renderer.at_once, time.time()
+        conversation, text = None, {"prompt": prompt}
+        if params.chat is not None:
+            conversation, text = renderer.render_messages(prompt, params.chat)
+        tokens = renderer.tokenize_prompt(text, params.tokens)
+        if salt:
+            tokens["cache_salt"] = salt
+        return conversation, [renderer.process_for_engine(tokens, arrival)]
+
 
 class _Renderer:
-    """vLLM's renderer of prompts, with another tokenization."""
+    """vLLM's renderer of prompts, with another tokenization. at_once: that on the event loop."""
 
     def __init__(self, renderer: Any, prompts: Prompts, *, is_short: bool) -> None:
         self._renderer = renderer
         self._prompts = prompts
         self._is_short = is_short
-        self._at_once = renderer
+        self.at_once = renderer
         if is_short and (plain := plain_tokenizer(renderer.tokenizer)):
-            self._at_once = copy.copy(renderer)
-            self._at_once.tokenize_prompt = _Plain(renderer, plain).tokenized
+            self.at_once = copy.copy(renderer)
+            self.at_once.tokenize_prompt = _Plain(renderer, plain).tokenized
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
 
     async def render_cmpl_async(self, prompts: Any, *rest: Any, **more: Any) -> Any:
         if self._is_at_once:
-            return self._at_once.render_cmpl(prompts, *rest, **more)
+            return self.at_once.render_cmpl(prompts, *rest, **more)
         with self._in_thread():
             return await self._renderer.render_cmpl_async(prompts, *rest, **more)
 
     async def render_chat_async(self, conversations: Any, *rest: Any, **more: Any) -> Any:
         if self._is_at_once and _are_texts(conversations):
-            return self._at_once.render_chat(conversations, *rest, **more)
+            return self.at_once.render_chat(conversations, *rest, **more)
         with self._in_thread():
             return await self._renderer.render_chat_async(conversations, *rest, **more)
 

@@ -74,7 +74,7 @@ def test_a_model_is_vllms(path):
     for parameters in PARAMETERS * 2:
         for prompt in prompts:
             given = {key: prompt, **parameters}
-            ours = shown(lambda it: models.of(it, 1), given)
+            ours = shown(lambda it: models.of(it, 1)[0], given)
             assert ours == shown(lambda it: vllms(it, from_attributes=True), given), given
 
 
@@ -82,15 +82,14 @@ def test_a_model_is_vllms(path):
 def test_parameters_are_read_once_and_a_prompt_is_not_kept(path):
     kind, key, is_plain, prompts = path
     models = RequestModels(kind, key, is_plain)
-    first, second = (models.of({key: prompts[it], "max_tokens": 3}, 1) for it in (0, 1))
+    first, second = (models.of({key: prompts[it], "max_tokens": 3}, 1)[0] for it in (0, 1))
     assert (getattr(first, key), getattr(second, key)) == prompts[:2]
     assert first.request_id != second.request_id
     (known,) = models._known.values()
-    assert getattr(known, key) is None
+    assert getattr(known.model, key) is None
     first.min_tokens = 2
-    assert (second.min_tokens, models.of({key: prompts[0], "max_tokens": 3}, 1).min_tokens) == (
-        *(0, 0),
-    )
+    third, again = models.of({key: prompts[0], "max_tokens": 3}, 1)
+    assert (second.min_tokens, third.min_tokens, again) == (0, 0, known)
 
 
 @pytest.mark.parametrize(
@@ -106,5 +105,5 @@ def test_few_parameters_are_remembered(monkeypatch):
     monkeypatch.setattr(request_models, "REMEMBERED", 3)
     models = RequestModels(CompletionRequest, "prompt", is_text)
     for seed in range(10):
-        assert models.of({"prompt": "a", "seed": seed}, 1).seed == seed
+        assert models.of({"prompt": "a", "seed": seed}, 1)[0].seed == seed
         assert len(models._known) <= 3
