@@ -666,7 +666,8 @@ class _Process:
     async def gone(self) -> None:
         """Wait until the process has ended, but not for processes that it started."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), GONE_S)
+            async with asyncio.timeout(GONE_S):
+                await self._process.wait()
         # Processes that it started may hold its connection and its output open.
         await asyncio.wait(self._tasks, timeout=LAST_S)
         for task in (*self._tasks, self._exit):

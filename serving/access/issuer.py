@@ -132,7 +132,8 @@ class Issuer:
             await asyncio.sleep(RETRY_S)
             if fresh:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wanted.wait(), REFRESH_S - RETRY_S)
+                    async with asyncio.timeout(REFRESH_S - RETRY_S):
+                        await self._wanted.wait()
             self._wanted.clear()
             fresh = await self.refresh()
 

@@ -80,7 +80,8 @@ class Runner:
             if turn := await in_thread(locked, self._others.turn):
                 return turn
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), TURN_S)
+                async with asyncio.timeout(TURN_S):
+                    await self._stopping.wait()
         return contextlib.nullcontext()
 
     async def _find(self) -> None:
@@ -104,7 +105,8 @@ class Runner:
                 if owned.batch.id not in self._tasks and self._may_run(owned):
                     await self._begin(owned)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), every)
+                async with asyncio.timeout(every):
+                    await self._wake.wait()
 
     async def stop(self) -> None:
         """Leave the batches for another run."""
@@ -153,7 +155,8 @@ class Runner:
             log.error("%s is tried again in %d s: %s", name, PAUSE_S, why, exc_info=trace)
             count("batches")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), PAUSE_S)
+                async with asyncio.timeout(PAUSE_S):
+                    await self._stopping.wait()
         finally:
             del self._tasks[name]
             self._running[owner] -= 1

@@ -100,7 +100,8 @@ class Admission:
         have.
         """
         try:
-            await asyncio.wait_for(self._idle.wait(), deadline)
+            async with asyncio.timeout(deadline):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

@@ -228,7 +228,8 @@ class CacheServer(Collector):
         if process and process.returncode is None:
             process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), TERM_S)
+                async with asyncio.timeout(TERM_S):
+                    await process.wait()
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

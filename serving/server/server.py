@@ -207,7 +207,8 @@ class Server:
         if running:
             await asyncio.wait(running, timeout=SHUTDOWN.farewell)
         try:
-            await asyncio.wait_for(runtime.stop(), SHUTDOWN.engine)
+            async with asyncio.timeout(SHUTDOWN.engine):
+                await runtime.stop()
         except TimeoutError:
             log.warning("the engine did not stop in time; its processes are killed")
         return end

@@ -528,7 +528,8 @@ async def drop(port: int, drawn: random.Random) -> None:
         if how == 2:
             await asyncio.sleep(drawn.random())
         elif how == 3:
-            await asyncio.wait_for(reader.read(100), 10)
+            async with asyncio.timeout(10):
+                await reader.read(100)
         if drawn.random() < 0.5:
             writer.transport.abort()
         writer.close()

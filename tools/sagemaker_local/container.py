@@ -393,7 +393,8 @@ class Copy:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), self._limits.stop_s)
+                async with asyncio.timeout(self._limits.stop_s):
+                    await process.wait()
             except TimeoutError:
                 log.warning(
                     "%s: killed, still there %g s after SIGTERM",

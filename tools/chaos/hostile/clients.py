@@ -248,7 +248,8 @@ async def lines_for_nobody(it: Hostile) -> None:
         _, writer = await it.connected()
         writer.write(posted(body, b"/invocations", kind))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(writer.drain(), 2)
+            async with asyncio.timeout(2):
+                await writer.drain()
         await asyncio.sleep(0.3)
         writer.transport.abort()
     it.count("lines for nobody", End.DROPPED)
@@ -316,7 +317,8 @@ async def leaving(it: Hostile) -> None:
             await writer.drain()
             if sent == len(data) and it.drawn.random() < 0.7:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(reader.read(50), 5)
+                    async with asyncio.timeout(5):
+                        await reader.read(50)
             if it.drawn.random() < 0.5:
                 writer.transport.abort()
             writer.close()

@@ -228,7 +228,8 @@ class Gate(Kept):
                         grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError
                     ):
                         for message in drawn.choice(exchanges):
-                            await asyncio.wait_for(stream.write(message), 2)
+                            async with asyncio.timeout(2):
+                                await stream.write(message)
                 await asyncio.sleep(1)
                 for stream in streams:
                     stream.cancel()
