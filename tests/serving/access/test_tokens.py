@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of a real issuer, over HTTPS, through a real server and a real router."""
 
+import asyncio
 import base64
 import gzip
 import json
@@ -357,6 +358,21 @@ async def test_while_the_issuer_is_broken_the_last_good_keys_stay(
         assert await status(it, issuer.token()) == 200
         issuer.reset()
         await until_async(lambda: "the issuer's keys are read from" in caplog.text)
+
+
+async def test_keys_are_no_longer_followed_once_cancelled(issuer, monkeypatch):
+    """Even if they are wanted at the same moment."""
+    monkeypatch.setattr(module, "RETRY_S", 0)
+    found = module.Issuer(Settings(**issuer.options))
+    await found.require()
+    following = asyncio.create_task(found.follow())
+    await asyncio.sleep(0.01)
+    found._wanted.set()
+    await asyncio.sleep(0)
+    following.cancel()
+    done, _ = await asyncio.wait([following], timeout=1)
+    following.cancel()
+    assert done
 
 
 @pytest.mark.parametrize(
