@@ -156,8 +156,8 @@ async def _read(incoming: AsyncIterator[pb.ProcessingRequest]) -> pb.ProcessingR
 
 
 def _begun(operation: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Start a read or a write that may be given up. Its error then only says that the stream has
-    ended, so nobody has to see it.
+    """Start a read or a write that may be given up. Its error then means that the stream has ended,
+    and is not logged.
     """
     task = asyncio.create_task(operation)
     task.add_done_callback(_ignore)
