@@ -268,7 +268,7 @@ _texts = msgspec.json.Decoder(str | list[str]).decode
 
 def _text(raw: msgspec.Raw) -> str:
     """A JSON text, the first of a list of them, or ""."""
-    if raw is _NONE or (len(raw) > LONGEST_LIST and memoryview(raw)[:1] == b"["):
+    if raw is _NONE or (len(raw) > LONGEST_LIST and bytes(memoryview(raw)[:1]) == b"["):
         return ""
     try:
         found = _texts(raw)
