@@ -340,8 +340,9 @@ async def test_no_hint_changes_an_answer(door, path):
         if "messages" in body or "input" in body or "requestType" in body:
             continue
         headers = {name: it for name, it in headers.items() if "SageMaker" not in name}
+        sent = {name: it.encode() for name, it in headers.items()}
         door.engine.calls.clear()
-        answer = await door.post(path, {**PROMPTS[path], **body}, headers=headers)
+        answer = await door.post(path, {**PROMPTS[path], **body}, headers=sent)
         assert answer.status_code == 200, (headers, body, answer.text)
         assert text(answer) == plain
         (call,) = door.engine.calls
