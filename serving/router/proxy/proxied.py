@@ -6,6 +6,7 @@ client.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from http import HTTPStatus
 from typing import Any, TypeVarTuple
 
 from serving import errors
@@ -80,6 +81,7 @@ class ProxiedRequest:
         self._error: ServingError | None = None  # instead of one
         # time
         self._began = self._progress_at = time.monotonic()
+        self._identified = False
         self._first_byte_at: float | None = None
         # trace, if there is one
         self._trace = routing.trace(request)
@@ -263,11 +265,11 @@ class ProxiedRequest:
         self._sent = True
         request, fetch = self._request, self.placement.fetch
         front = fetch.front if fetch else b""
+        identity = self.placement.identity(request)
+        self._identified = bool(identity)
         upstream.send(
             self,
-            request.head(
-                replica.authority, self._context(), self.placement.identity(request), len(front)
-            ),
+            request.head(replica.authority, self._context(), identity, len(front)),
             front + request.framed() if fetch else request.framed(),
             head_only=request.method == b"HEAD",
             complete=request.complete,
@@ -356,7 +358,10 @@ class ProxiedRequest:
             self._try_elsewhere(status)
             return False
         self.placement.judge(status, now)
-        if _helps(status, headers) and self._take_retry(refused=status in REFUSED):
+        # The identity was for the server that was there before a restart.
+        stranger = self._identified and status == HTTPStatus.UNAUTHORIZED
+        refused = stranger or status in REFUSED
+        if (stranger or _helps(status, headers)) and self._take_retry(refused=refused):
             self._try_elsewhere(status)
             return False
         stream = self._continuation

@@ -14,7 +14,7 @@ from tests.serving.access.test_access import (
     written,
 )
 from tests.serving.conftest import running
-from tests.serving.router.conftest import _read, routing, whole
+from tests.serving.router.conftest import _read, routing, sends, whole
 from tests.support.harness.wait import until_async
 
 pytestmark = pytest.mark.anyio
@@ -95,6 +95,16 @@ async def test_an_adapter_of_others_is_as_one_that_is_not_here(tmp_path):
 
         assert await replicas("team-a") == {it.fleet[1].url}
         assert await replicas("team-b") == {replica.url for replica in it.fleet}
+
+
+async def test_a_server_that_has_just_restarted_does_not_know_the_router(options):
+    """Another one does. The client's key is good, so it never hears of it."""
+    async with routing(2, **options) as it:
+        it.fleet[0].answer = sends(whole(401, b"for another server"))
+        for _ in range(20):
+            found = await it.post({"prompt": "Hi"}, headers=bearer("team-a"))
+            assert found.json()["replica"] == it.fleet[1].url
+        assert it.fleet[0].asked
 
 
 async def test_kubernetes_asks_without_a_key_whether_it_works(options):
