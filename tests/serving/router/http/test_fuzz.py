@@ -680,15 +680,18 @@ def test_a_connection_with_half_a_request_on_it_is_not_used_again(world):
 
 
 @pytest.mark.parametrize(
-    ("rest", "status"), [(b"zz\r\n", b"400"), (chunk(b"x" * LIMIT), b"413"), (b"", b"504")]
+    ("rest", "statuses"),
+    [(b"zz\r\n", b"400"), (chunk(b"x" * LIMIT), b"413"), (b"", b"504 408")],
 )
-def test_a_streamed_body_that_goes_wrong(world, rest, status):
+def test_a_streamed_body_that_goes_wrong(world, rest, statuses):
+    """If both client and replica are silent, it depends on the moment whose time is over first."""
+
     async def work() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
         writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"x" * 2 * BUFFER))
         await asyncio.sleep(0.02)
         writer.write(rest)
-        assert (await reader.read()).split(b" ")[1] == status
+        assert (await reader.read()).split(b" ")[1] in statuses.split()
         writer.close()
 
     world.run(work(), STALL_S)
