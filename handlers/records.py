@@ -69,6 +69,11 @@ def has_more(value: bytes | msgspec.Raw, most: int, marks: Sequence[bytes] = OF_
     return any(found.count(mark) > most for mark in marks)
 
 
+def is_list(value: msgspec.Raw) -> bool:
+    """Whether a value is a JSON list."""
+    return bytes(memoryview(value)[:1]) == b"["
+
+
 _SEVERAL = re.compile(rb"\s*\{[^\n]*\}[ \t\r]*\n\s*\{")
 """An object on one line, and the beginning of another one on the next."""
 _FLAGS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking work in threads."""
+"""Blocking work in threads, and waiting for events."""
 
 import _thread
 import asyncio
@@ -33,3 +33,11 @@ async def in_thread(function: Callable[..., T], *args: object) -> T:
 
     _thread.start_new_thread(run, ())  # threading's start() waits for the thread to run
     return await done
+
+
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, at most this many seconds. Returns whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

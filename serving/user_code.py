@@ -299,9 +299,7 @@ class UserCode:
         """calls: the number of calls of the user's function."""
         limit = calls * self._limits.formatter_s
         for last in (False, True):
-            process = self._process
-            if not (process and process.is_ready):
-                process = await self._ready_process()
+            process = await self._ready_process()
             try:
                 result = await process.ask(what, data, limit)
                 self._losses = 0
@@ -569,11 +567,6 @@ class _Process:
         if result:
             said = redacted(result.decode(errors="replace")[:MESSAGE])
             log.warning("%s: %s; vLLM starts, and gets what handle leaves to it", FILE, said)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be called, and no call may block it."""
-        return self._responsive.is_set() and not self.ended
 
     async def until_responsive(self) -> None:
         """Wait until no call may block the process, or the process has ended."""

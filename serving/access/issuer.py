@@ -8,14 +8,13 @@ import json
 import logging
 import ssl
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lmi_config.options import parsers
 from lmi_config.options.declared import Settings
 from lmi_config.options.settings import SettingsError
 from serving.access.tokens import Refused, Rules, TokenKey, UnknownKey, Verifier, key_set
-from serving.aio import in_thread
+from serving.aio import in_thread, set_within
 from serving.errors import NotReady
 from serving.follow import FaultLog
 
@@ -131,9 +130,7 @@ class Issuer:
         while True:
             await asyncio.sleep(RETRY_S)
             if fresh:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(REFRESH_S - RETRY_S):
-                        await self._wanted.wait()
+                await set_within(self._wanted, REFRESH_S - RETRY_S)
             self._wanted.clear()
             fresh = await self.refresh()
 

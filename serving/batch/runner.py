@@ -10,7 +10,7 @@ from collections import Counter
 from typing import BinaryIO
 
 from lmi_config.options.declared import Settings
-from serving.aio import in_thread
+from serving.aio import in_thread, set_within
 from serving.batch.lanes import Lanes
 from serving.batch.objects import OtherCopies, OwnedBatch, Status
 from serving.batch.run import Run
@@ -79,9 +79,7 @@ class Runner:
         while self._others and not self._stopping.is_set():
             if turn := await in_thread(locked, self._others.turn):
                 return turn
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TURN_S):
-                    await self._stopping.wait()
+            await set_within(self._stopping, TURN_S)
         return contextlib.nullcontext()
 
     async def _find(self) -> None:
@@ -104,9 +102,7 @@ class Runner:
             for owned in found:
                 if owned.batch.id not in self._tasks and self._may_run(owned):
                     await self._begin(owned)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(every):
-                    await self._wake.wait()
+            await set_within(self._wake, every)
 
     async def stop(self) -> None:
         """Leave the batches for another run."""
@@ -154,9 +150,7 @@ class Runner:
             trace = None if isinstance(error, OSError) else error
             log.error("%s is tried again in %d s: %s", name, PAUSE_S, why, exc_info=trace)
             count("batches")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PAUSE_S):
-                    await self._stopping.wait()
+            await set_within(self._stopping, PAUSE_S)
         finally:
             del self._tasks[name]
             self._running[owner] -= 1

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
+from serving.aio import set_within
 from serving.cancellation import Cancellation
 from serving.errors import NotReady, Overloaded
 from serving.inference.queue import FULL, FairQueue
@@ -99,12 +100,7 @@ class Admission:
         """Wait until all requests have ended, for at most `deadline` seconds. Returns whether they
         have.
         """
-        try:
-            async with asyncio.timeout(deadline):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._idle, deadline)
 
     def abort(self) -> int:
         """End every request in flight with an error. Returns their number."""

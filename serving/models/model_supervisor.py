@@ -25,7 +25,7 @@ from lmi_config.facts.machine import free_ports
 from lmi_config.options.parsers import MOST_MODELS
 from lmi_config.options.settings import SettingsError
 from lmi_config.plan.memory import Footprint
-from serving.aio import in_thread
+from serving.aio import in_thread, set_within
 from serving.copies import divided, life
 from serving.copies.child import Child
 from serving.copies.life import PROGRAM, QUICK_ENDS, STEADY_S, Container, Tasks, gone
@@ -385,9 +385,7 @@ class Supervisor(Container):
             if self._written != self._revision:
                 self._written = self._revision
                 await in_thread(divided.write_series, self._door.series)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._changed.wait()
+            await set_within(self._changed, LOOK_S)
             self._changed.clear()
 
     async def _serve(self, entry: Entry) -> None:

@@ -18,13 +18,12 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from handlers.records import MOST_VALUES, has_more
+from handlers.records import MOST_VALUES, has_more, is_list
 from serving.errors import BadRequest
 from serving.inference.content.fields import (
     PAIRS,
     RequestFields,
     given,
-    is_list,
     length,
     prompts,
 )

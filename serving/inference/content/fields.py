@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from handlers import embeddings, lmi, openai
-from handlers.records import EngineCall, FormatError, flag, has_more, read
+from handlers.records import EngineCall, FormatError, flag, has_more, is_list, read
 from serving.cache_hints.intent import HintKeys
 from serving.errors import BadRequest
 from serving.protocol import (
@@ -294,10 +294,6 @@ _TEXTS = ("prompt", "inputs")
 def _has_objects(value: msgspec.Raw) -> bool:
     """Whether the value is an object, or a list that begins with one."""
     return bytes(memoryview(value)[:64]).lstrip(b"[ \t\r\n").startswith(b"{")
-
-
-def is_list(value: msgspec.Raw) -> bool:
-    return bytes(memoryview(value)[:1]) == b"["
 
 
 # The first byte of a list that is a single prompt: of tokens, or of messages.

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from handlers.records import MOST_VALUES, has_more
+from handlers.records import MOST_VALUES, has_more, is_list
 from serving.cache_hints import documents, intent
 from serving.cache_hints.intent import NO_INTENT, NONE, CacheIntent, HintKeys
 from serving.protocol import (
@@ -268,7 +268,7 @@ _texts = msgspec.json.Decoder(str | list[str]).decode
 
 def _text(raw: msgspec.Raw) -> str:
     """A JSON text, the first of a list of them, or ""."""
-    if raw is _NONE or (len(raw) > LONGEST_LIST and bytes(memoryview(raw)[:1]) == b"["):
+    if raw is _NONE or (len(raw) > LONGEST_LIST and is_list(raw)):
         return ""
     try:
         found = _texts(raw)

@@ -68,6 +68,7 @@ class ProxiedRequest:
         self._pending: asyncio.Task[None] | None = None  # on the way to an upstream
         self._upstream: Upstream | None = None
         self._sent = False  # to any replica
+        self._identified = False  # the replica got a signed identity
         self._prefilling = False
         # answer
         self.begun = False
@@ -81,7 +82,6 @@ class ProxiedRequest:
         self._error: ServingError | None = None  # instead of one
         # time
         self._began = self._progress_at = time.monotonic()
-        self._identified = False
         self._first_byte_at: float | None = None
         # trace, if there is one
         self._trace = routing.trace(request)
