@@ -172,7 +172,7 @@ def make(
         + vllm.kv_events_faults(settings, spread.copies)
         + vllm.quantization_faults(settings, machine, model)
         + speculation.faults(settings, model, draft)
-        + attention.chunk_faults(
+        + attention.block_faults(
             settings, model.kept, kv_tiers.block_size(settings, machine), bool(machine.gpus)
         )
     )

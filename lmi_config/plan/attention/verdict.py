@@ -11,6 +11,7 @@ group of equal layers (worker_transfer.py); with GPUs it copies any number of gr
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,17 +161,25 @@ def vllms_own(
     return whole(settings)
 
 
-def chunk_faults(settings: Settings, kept: KvLayers, block: int, gpus: bool) -> list[str]:
-    """Return a fault if the KV cache's block size does not divide the layers' chunks of attention.
-    The engine would crash at its first request (make_local_attention_virtual_batches in
-    vllm/v1/attention/backends/utils.py). block: in tokens.
+def block_faults(settings: Settings, kept: KvLayers, block: int, gpus: bool) -> list[str]:
+    """Return a fault if attention cannot use the KV cache's block size, which is `block` tokens."""
+    least, name = SMALLEST_BLOCK[gpus], settings.named("block_size")
+    # Hybrids get a block size of vLLM's own. Models for embeddings may have no KV cache at all.
+    if not gpus and block % least and not kept.state and not kept.pooled:
+        fits = math.ceil(block / least) * least
+        return [f"{name}={block}: attention on CPUs needs a multiple of {least} tokens; set {fits}"]
+    return _chunk_faults(name, kept, block, least)
+
+
+def _chunk_faults(name: str, kept: KvLayers, block: int, least: int) -> list[str]:
+    """Return a fault if blocks do not divide the layers' chunks of attention. The engine would
+    crash at its first request (make_local_attention_virtual_batches in
+    vllm/v1/attention/backends/utils.py).
     """
     chunk = max(kept.windows, default=0)
     if not kept.chunked or not chunk % block:
         return []
-    least = SMALLEST_BLOCK[gpus]
     fits = next((it for it in range(block - block % least, 0, -least) if not chunk % it), None)
-    name = settings.named("block_size")
     fix = f"set {name}={fits}" if fits else f"no block divides them (of {least} tokens or more)"
     return [
         f"{name}: the model's layers attend in chunks of {chunk:,} tokens, which a block of "

@@ -425,6 +425,31 @@ def test_chunks_that_blocks_do_not_divide_are_refused(chunk, gpus, block, fix, e
 
 
 @pytest.mark.parametrize(
+    ("config", "gpus", "block", "fix"),
+    [
+        (LLAMA, 0, 16, "OPTION_BLOCK_SIZE=16: attention on CPUs needs a multiple of 32"),
+        (LLAMA, 0, 48, "OPTION_BLOCK_SIZE=48: attention on CPUs needs a multiple of 32"),
+        (LLAMA, 0, 96, None),
+        (LLAMA, 1, 16, None),
+        (GEMMA2, 0, 16, "set 32"),
+        (LLAMA4, 0, 16, "set 32"),
+        (BERT, 0, 16, None),
+        (MAMBA, 0, 16, None),
+        (JAMBA, 0, 16, None),
+    ],
+)
+def test_blocks_that_attention_on_cpus_cannot_use_are_refused(config, gpus, block, fix):
+    """Otherwise vLLM ends while it starts: "No common block size for 16"."""
+    options = {"OPTION_BLOCK_SIZE": str(block)}
+    if not fix:
+        planned(config, gpus, options)
+        return
+    with pytest.raises(SettingsError) as found:
+        planned(config, gpus, options)
+    assert fix in str(found.value)
+
+
+@pytest.mark.parametrize(
     ("config", "gpus", "environ", "expected"),
     [
         (JAMBA, 0, {}, False),
