@@ -292,6 +292,21 @@ class Silent(stub_replica.Connection):
             self.transport.write(stub_replica.chunk(stub_replica.DONE) + b"0\r\n\r\n")
 
 
+class Textless(stub_replica.Connection):
+    """It sends tokens that have no text, as a model with random weights may."""
+
+    def event(self, *, last):
+        if last:
+            usage = b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\n'
+            self.transport.write(stub_replica.chunk(usage + stub_replica.DONE) + b"0\r\n\r\n")
+
+
+def test_tokens_without_text_are_an_answer():
+    found, _ = loaded(connection=Textless)
+    assert not found.faults
+    assert found.ttfts
+
+
 @pytest.mark.parametrize(
     ("connection", "told"),
     [

@@ -227,8 +227,9 @@ async def ask(
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
-                if not times:
+                if not times and not usage.get("completion_tokens"):
                     raise Failed("an answer without any text")
+                times = times or [time.monotonic()]  # its tokens had no text
                 return Answer(times, usage, response.headers.get("x-slipway-route", ""))
             event = json.loads(data)
             if not isinstance(event, dict) or "choices" not in event:

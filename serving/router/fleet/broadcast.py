@@ -14,7 +14,7 @@ from serving.access.caller import Caller
 from serving.errors import NotReady, ReplicaFailed
 from serving.protocol import ADAPTER_ALIAS, API_KEY, AUTHORIZATION, IDENTITY, REQUEST_ID
 from serving.router.fleet.health import LARGEST_METRICS, Asking, HealthChecks, has_ended, read
-from serving.router.fleet.replicas import Replica, ReplicaPool
+from serving.router.fleet.replicas import Replica, ReplicaPool, State
 from serving.router.http.forwarded_request import Request
 from serving.router.http.upstream import FRAMING, HOP_BY_HOP
 
@@ -22,6 +22,11 @@ _PASSED_ON = (b"content-type", ADAPTER_ALIAS, REQUEST_ID)
 _CREDENTIALS = (AUTHORIZATION, API_KEY)
 FORGET = b"forget=true"
 """In the query of a call that deletes a conversation's KV."""
+_READY = frozenset((State.READY,))
+_WITH_KV = _READY | {State.DOWN, State.UNKNOWN}
+"""States of replicas that may have a conversation's KV, even if they do not answer. A replica that
+starts, or has ended, has none.
+"""
 _OURS = HOP_BY_HOP | FRAMING | {b"content-type", b"content-encoding", REQUEST_ID}
 """Headers of a replica's answer that the client gets from the router, or not at all."""
 
@@ -69,30 +74,35 @@ class Broadcast:
     async def send_about_conversation(self, request: Request, name: str = "") -> Answer:
         """Let all replicas answer about a conversation. Returns the answer of the one that has kept
         most of it, or else the worst answer; raises ServingError. If a replica fails to delete the
-        KV, the worst answer is returned. name: the only replica that is asked, if it is ready; ""
-        for all.
+        KV, or does not answer, the worst answer is returned. name: the only replica that is asked,
+        if it is ready; "" for all.
         """
         only = name if any(it.name == name for it in self._pool.ready) else ""
-        _, answers = await self._ask(request, lambda it: only in ("", it.name))
+        forgets = FORGET in request.target
+        states = _WITH_KV if forgets else _READY
+        _, answers = await self._ask(request, lambda it: only in ("", it.name), states)
         good = [it for it in answers if isinstance(it, Answer) and it.status < 300]
         failed = any(isinstance(it, BaseException) or (it and it.status >= 500) for it in answers)
-        if not good or (failed and FORGET in request.target):
+        if not good or (failed and forgets):
             return _worst(answers)
         return max(good, key=_tokens)
 
     async def _ask(
-        self, request: Request, asks: Callable[[Replica], bool]
+        self,
+        request: Request,
+        asks: Callable[[Replica], bool],
+        states: frozenset[State] = _READY,
     ) -> tuple[list[Replica], Sequence[Answer | BaseException | None]]:
-        """Let the ready replicas answer that `asks` accepts. Returns these replicas, and for each
-        the answer or exception of _send_to(). Raises NotReady.
+        """Let the replicas in these states answer that `asks` accepts. Returns these replicas, and
+        for each the answer or exception of _send_to(). Raises NotReady.
         """
         await self._health.look()
-        ready = [it for it in self._pool.ready if asks(it)]
-        if not ready:
+        asked = [it for it in self._pool.replicas if it.state in states and asks(it)]
+        if not asked:
             raise NotReady(self._pool.trouble())
         async with self._asking.session() as client:
-            calls = (self._send_to(replica, request, client) for replica in ready)
-            return ready, await asyncio.gather(*calls, return_exceptions=True)
+            calls = (self._send_to(replica, request, client) for replica in asked)
+            return asked, await asyncio.gather(*calls, return_exceptions=True)
 
     async def _send_to(
         self, replica: Replica, request: Request, client: aiohttp.ClientSession
@@ -109,7 +119,7 @@ class Broadcast:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if await has_ended(self._asking, replica):
                 return None
-            raise ReplicaFailed(f"a replica did not take the change: {error}") from None
+            raise ReplicaFailed(f"a replica did not answer: {error}; try again") from None
 
     async def _answer(
         self, replica: Replica, request: Request, client: aiohttp.ClientSession
@@ -138,7 +148,7 @@ def _worst(answers: Sequence[Answer | BaseException | None]) -> Answer:
         if answer:
             counted.append(answer)
     if not counted:
-        raise NotReady("the replicas ended before they took the change; try again")
+        raise NotReady("the replicas ended before they answered; try again")
     return max(counted, key=lambda answer: answer.status)
 
 

@@ -1200,6 +1200,32 @@ async def test_a_conversation_is_not_forgotten_while_a_replica_has_not():
             assert found.status_code >= 500
 
 
+@pytest.mark.parametrize("state", ["starting", "draining", "failed"])
+async def test_a_replica_without_kv_has_nothing_to_forget(state):
+    async with routing(2) as it:
+        it.fleet[0].answer = sends(whole(200, b'{"tokens": 256}'))
+        it.fleet[1].ping = (503, {"status": state})
+        await it.ready(1)
+        found = await it.client.delete("/kv_sessions/mine?forget=true")
+        assert (found.status_code, it.fleet[1].asked) == (200, [])
+
+
+async def test_a_conversation_is_not_forgotten_while_a_replica_is_unreachable():
+    def cut(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with routing(2) as it:
+        it.fleet[0].answer = sends(whole(200, b'{"tokens": 256}'))
+        await it.fleet[1].stop()  # so its KV has ended, too
+        await it.ready(1)
+        forget = "/kv_sessions/mine?forget=true"
+        assert (await it.client.delete(forget)).status_code == 200
+        async with await asyncio.start_server(cut, "127.0.0.1", it.fleet[1].port):
+            found = await it.client.delete(forget)
+            assert found.status_code >= 500
+            assert "did not answer" in found.text
+
+
 async def test_a_prefetch_goes_to_the_server_of_the_last_turn():
     async with routing(3) as it:
         path, turn = "/kv_sessions/my%20own/prefetch", {"prompt": "a"}
