@@ -113,13 +113,16 @@ class Broadcast:
         were registered with it before.
         """
         try:
+            if replica.state is not State.READY:  # it was just probed; a request would wait for it
+                raise ConnectionError("it is down")
             answer = await self._answer(replica, request, client)
             ended = answer.status == 503 and await has_ended(self._asking, replica)
             return None if ended else answer
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if await has_ended(self._asking, replica):
                 return None
-            raise ReplicaFailed(f"a replica did not answer: {error}; try again") from None
+            reason = str(error) or type(error).__name__
+            raise ReplicaFailed(f"a replica did not answer: {reason}; try again") from None
 
     async def _answer(
         self, replica: Replica, request: Request, client: aiohttp.ClientSession
