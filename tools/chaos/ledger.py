@@ -16,13 +16,12 @@ SHOWN = 20
 """Number of wrong answers that are printed in full."""
 GROWS_MIB = 64.0
 GROWS_SHARE = 0.15
-GROWS_FILES = 40
+GROWS_FILES = 24
 GROWS_HOURLY = 0.01
 """Tolerances for a process between the start and the end: MiB of unshared memory (or this share of
 it, if that is more), file descriptors, and the growth per hour as a share of memory, files and
 tasks. The first are far less than a leak in each request or connection would add. They are more
-than the effect of idle connections, a warm allocator, and the 24 file descriptors for the KV events
-of a replica with eight ranks.
+than the effect of idle connections and a warm allocator.
 """
 
 
