@@ -112,16 +112,20 @@ class Broadcast:
         A replica that has stopped does not count: when it restarts, it has lost all adapters that
         were registered with it before.
         """
+        if replica.state is not State.READY:  # it was just probed; a request would wait for it
+            await self._require_end(replica, "it is down")
+            return None
         try:
-            if replica.state is not State.READY:  # it was just probed; a request would wait for it
-                raise ConnectionError("it is down")
             answer = await self._answer(replica, request, client)
             ended = answer.status == 503 and await has_ended(self._asking, replica)
             return None if ended else answer
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            if await has_ended(self._asking, replica):
-                return None
-            reason = str(error) or type(error).__name__
+            await self._require_end(replica, str(error) or type(error).__name__)
+            return None
+
+    async def _require_end(self, replica: Replica, reason: str) -> None:
+        """Raises ReplicaFailed if a replica that does not answer has not stopped serving."""
+        if not await has_ended(self._asking, replica):
             raise ReplicaFailed(f"a replica did not answer: {reason}; try again") from None
 
     async def _answer(
