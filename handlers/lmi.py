@@ -6,7 +6,7 @@ generation inference server. It becomes an OpenAI completion for the engine.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -253,7 +253,9 @@ class LmiReply:
             ]
         )
 
-    def step(self, step: Step) -> list[bytes]:
+    def step(
+        self, step: Step, *, before: bytes, after: bytes, write: Callable[[bytes], object]
+    ) -> None:
         if step.prompt_tokens is not None:
             self._input_length = step.prompt_tokens
         self._generated_tokens += len(step.token_ids)
@@ -261,7 +263,7 @@ class LmiReply:
         lines = [_Line(token) for token in _tokens(step)]
         if step.finish_reason:
             self._end(lines[-1], step)
-        return [_encode(line) for line in lines]
+        write(b"".join([b"%b%b%b" % (before, _encode(line), after) for line in lines]))
 
     def _end(self, line: "_Line", step: Step) -> None:
         """Add the summary of the whole answer to the last object of a stream."""

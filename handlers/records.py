@@ -138,8 +138,10 @@ class Reply(Protocol):
 class StepReply(Reply, Protocol):
     """A reply that also renders the steps of a stream, so that engines need not make SSE events."""
 
-    def step(self, step: Step) -> list[bytes]:
-        """Return the JSON objects for a step."""
+    def step(
+        self, step: Step, *, before: bytes, after: bytes, write: Callable[[bytes], object]
+    ) -> None:
+        """Write the JSON objects for a step, all at once. before, after: the framing of each."""
 
 
 class EngineCall(msgspec.Struct, frozen=True):

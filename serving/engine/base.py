@@ -104,10 +104,12 @@ class Sink(Protocol):
         """Whether write() and write_step() may be called now: the client keeps up."""
 
     def write(self, event: bytes) -> None:
-        """Take an event without waiting, right after takes() has said so."""
+        """Take an event without waiting, right after takes() has said so. Raises what a failed
+        rendering of it raises; the call is then cancelled (Cancellation), and the engine goes on.
+        """
 
     def write_step(self, step: Step) -> None:
-        """Take a step without waiting, right after takes() has said so."""
+        """Take a step, as write() takes an event. Only for calls whose answer has steps."""
 
     async def fail(self, error: ServingError) -> None:
         """Take the error that ends the call, before its answer or within its stream."""

@@ -7,6 +7,7 @@ A stream that needs no rendering is passed through byte for byte.
 import asyncio
 import contextlib
 import enum
+import functools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -216,24 +217,22 @@ class Relay:
         if body := self._rendered(self._stepped, step):
             await self._send_body(body, more=True)
 
-    def takes(self) -> bool:
-        if self._state is not State.STREAMING or self._cancellation.cause:
-            return False
-        if self._formatting:
-            return self._formatting.takes()
-        return self._head is None and self._writer.takes()
+    # The engine asks for these once. No call stands between a token and the connection that is not
+    # needed.
 
-    def write(self, event: bytes) -> None:
-        if self._formatting:
-            self._formatting.add(self._events(event))
-        elif self._passthrough and not self._names:
-            self._writer.write(event)
-        elif body := self._rendered(self._framed, event):
-            self._writer.write(body)
+    @property
+    def takes(self) -> Callable[[], bool]:
+        return self._formatting.takes if self._formatting else self._writer.takes
 
-    def write_step(self, step: Step) -> None:
-        if body := self._rendered(self._stepped, step):
-            self._writer.write(body)
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        if self._formatting:
+            return self._write_to_formatter
+        return self._write_framed if self._names or not self._passthrough else self._writer.write
+
+    @property
+    def write_step(self) -> Callable[[Step], None]:
+        return self._stepper(self._writer.write)
 
     async def fail(self, error: ServingError) -> None:
         if self._state is State.STREAMING and isinstance(error, EngineFailed):
@@ -247,6 +246,18 @@ class Relay:
             await self._send_body(b"", more=False)
 
     # The client's answer
+
+    def _write_to_formatter(self, event: bytes) -> None:
+        assert self._formatting
+        self._formatting.add(self._events(event))
+
+    def _write_framed(self, event: bytes) -> None:
+        self._writer.write(self._framed(event))
+
+    def _stepper(self, write: Callable[[bytes], object]) -> Callable[[Step], None]:
+        assert self._steps
+        _, before, after = self._framing
+        return functools.partial(self._steps.step, before=before, after=after, write=write)
 
     def _rendered(self, render: Callable[[T], bytes], part: T) -> bytes:
         """Return a rendered part of the answer. A failure of our rendering cancels the request, and
@@ -266,9 +277,9 @@ class Relay:
         return b"".join(self._framing.frame(it) for it in _data(event) if it != b"[DONE]")
 
     def _stepped(self, step: Step) -> bytes:
-        assert self._steps
-        _, before, after = self._framing
-        return b"".join([before + line + after for line in self._steps.step(step)])
+        parts: list[bytes] = []
+        self._stepper(parts.append)(step)
+        return parts[0]
 
     def _events(self, event: bytes) -> list[bytes]:
         """Return what an output formatter gets of one of the engine's events."""

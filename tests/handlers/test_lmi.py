@@ -203,7 +203,10 @@ def test_the_finish_reason(finish, stop, expected):
 
 
 def stream(made, *choices):
-    return [json.loads(line) for each in choices for line in made.steps.step(step(each))]
+    lines: list[bytes] = []
+    for each in choices:
+        made.steps.step(step(each), before=b"", after=b"\n", write=lines.append)
+    return [json.loads(line) for line in b"".join(lines).splitlines()]
 
 
 def step(choice):

@@ -192,7 +192,7 @@ class Generation:
                 results.append(_Beams(client).beam_search(prompt, name, params, **more))
                 continue
             if at_once:
-                more["stream"] = functools.partial(Stream, sink, answer, call.steps, number)
+                more["stream"] = functools.partial(Stream, call, sink, answer, number)
             more["priority"] = request.priority
             more |= self.more(answer, request, prompt)
             results.append(client.generate(prompt, params, name, **more))

@@ -12,6 +12,7 @@ import msgspec
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 from handlers.records import Step
+from serving import errors
 from serving.engine.patches.outputs.processor import ChosenLogprobs, is_quick
 
 LOWEST = -9999.0
@@ -26,20 +27,18 @@ class Stream:
     As long as the client keeps up, vLLM delivers results directly to the sink while the call's task
     waits. The task gets the others, and always the first one and the last.
 
-    sink: of the call (base.Sink). answer: turns results into events or steps. is_steps: whether the
-    sink gets steps. prompt: the prompt's number. takes: whether the client keeps up. waits: whether
-    the call's task waits for a result after it has had one with a token; vLLM may then write
-    results itself.
+    call: base.Call. sink: of the call (base.Sink). answer: turns results into events or steps.
+    prompt: the prompt's number. takes: whether the client keeps up. waits: whether the call's task
+    waits for a result after it has had one with a token; vLLM may then write results itself.
     """
 
-    def __init__(
-        self, sink: Any, answer: Any, is_steps: bool, prompt: int, results: Results
-    ) -> None:
+    def __init__(self, call: Any, sink: Any, answer: Any, prompt: int, results: Results) -> None:
         self.takes: Callable[[], bool] = sink.takes
         self.waits = False
         self._answer = answer
         self._token = answer.token
-        self._write = sink.write_step if is_steps else sink.write
+        self._write = sink.write_step if call.steps else sink.write
+        self._cancellation = call.cancellation
         self._prompt = prompt
         self._results = results
         self._has_begun = False
@@ -75,8 +74,14 @@ class Stream:
 
     def write(self, text: str, token_ids: Sequence[int], logprobs: Any) -> None:
         """Write new text. logprobs: of these tokens."""
-        if part := self._token(text, token_ids, logprobs, self._prompt):
+        part = self._token(text, token_ids, logprobs, self._prompt)
+        if not part:
+            return
+        try:
             self._write(part)
+        except Exception:  # a failure of the sink's is not the engine's
+            self.waits = False
+            self._cancellation.cancel(errors.unforeseen())
 
 
 class Part(msgspec.Struct, gc=False):

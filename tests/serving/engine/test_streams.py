@@ -23,14 +23,16 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from handlers.records import Step
+from serving.cancellation import Cancellation
 from serving.engine.patches.outputs import arrays
 from serving.engine.patches.outputs.processor import State, Texts
 from serving.engine.texts.completions import Completions
 from serving.engine.texts.generation import Asked
 from serving.engine.texts.streams import Part, Steps, Stream
+from serving.errors import ServerFailed
 from serving.protocol import COMPLETIONS
 from tests.serving.conftest import running
-from tests.serving.inference.test_walk import entered
+from tests.serving.inference.test_walk import SERVING, entered
 
 pytestmark = pytest.mark.anyio
 
@@ -75,13 +77,14 @@ class Client:
 
     def __init__(self, stream: Callable[[Any], Stream] | None = None) -> None:
         """stream: renders vLLM's results."""
-        self.keeps_up, self.fails = True, False
+        self.keeps_up, self.fails, self.breaks = True, False, False
         self.read = asyncio.Event()
         self.got: list[str] = []
         self.in_task: list[str] = []
         sink: Any = self
+        self.call: Any = SimpleNamespace(steps=False, cancellation=Cancellation())
         self.stream = (
-            stream(self.results()) if stream else Stream(sink, self, False, 0, self.results())
+            stream(self.results()) if stream else Stream(self.call, sink, self, 0, self.results())
         )
         none = SimpleNamespace(
             logprobs=None,
@@ -115,6 +118,8 @@ class Client:
         return text
 
     def write(self, event):
+        if self.breaks:
+            raise RuntimeError("boom")
         self.got.append(event)
 
     async def run(self):
@@ -174,6 +179,15 @@ async def test_an_event_that_cannot_be_made_breaks_off_its_stream_alone(client):
     await client.feed("a")
     with pytest.raises(RuntimeError, match="boom"):
         await client.task
+
+
+async def test_a_sink_that_fails_cancels_its_call_and_is_not_called_again(client, caplog):
+    client.breaks = True
+    await client.feed("a")
+    assert isinstance(client.call.cancellation.cause, ServerFailed)
+    assert [it.message for it in caplog.records] == ["a request failed unexpectedly"]
+    assert not client.stream.waits
+    assert not client.queue.get_nowait()  # the engine has not failed
 
 
 async def test_a_stream_begins_in_its_task_with_its_first_token(client):
@@ -246,19 +260,17 @@ async def test_the_engine_is_told_of_a_stream_that_is_broken_off(client):
 LMI = {"inputs": "a", "stream": True}
 
 
-@pytest.mark.parametrize("path", ["/invocations", COMPLETIONS])
-async def test_a_token_takes_four_stays_without_a_return(path):
-    """From vLLM's output to the client's connection. LMI's own renderer (handlers/) is not part of
-    the server: the relay asks it for the line, and writes the line.
-    """
+@pytest.mark.parametrize(("path", "rendered"), [("/invocations", ["lmi"]), (COMPLETIONS, [])])
+async def test_a_token_takes_four_stays_without_a_return(path, rendered):
+    """From vLLM's output to the client's connection."""
     walks: list[list[str]] = []
 
     async def answer(call, sink, usage):
         none: Any = None
         events: Any = SimpleNamespace()
         events.part = events.token = lambda *_: b"data: b\n\n"
-        made, steps = (Steps(none), True) if call.steps else (events, False)
-        it = Client(lambda results: Stream(sink, made, steps, 0, results))
+        made = Steps(none) if call.steps else events
+        it = Client(lambda results: Stream(call, sink, made, 0, results))
         sink.stream()
         if call.steps:
             await sink.step(Step("a", [1], ["a"], [-1.0]))
@@ -268,7 +280,7 @@ async def test_a_token_takes_four_stays_without_a_return(path):
             waiting = asyncio.create_task(anext(it.stream))
             await asyncio.sleep(0)
             it.texts.text = text
-            with entered() as rooms:
+            with entered(SERVING.parent / "handlers") as rooms:
                 result = it.state.make_request_output([1], None, None, None)
             if not result:
                 walks.append(rooms)
@@ -287,6 +299,6 @@ async def test_a_token_takes_four_stays_without_a_return(path):
     assert walk == [
         "engine/patches/outputs/processor",
         "engine/texts/streams",
-        "inference/relay",
+        *rendered,
         "http/connections",
     ]

@@ -43,23 +43,26 @@ HEADER = {"X-Amzn-SageMaker-Adapter-Identifier": "one"}
 
 
 @contextmanager
-def entered() -> Iterator[list[str]]:
-    """The modules of serving/ that a request enters: another module calls one of their
-    functions.
+def entered(*more: Path) -> Iterator[list[str]]:
+    """The modules of serving/, and of more folders, that a request enters: another module calls one
+    of their functions.
     """
+    folders = (SERVING, *more)
+    names = tuple(map(str, folders))
     rooms: list[str] = []
 
     def room(frame: FrameType | None) -> str | None:
-        """The module of the innermost function of serving/."""
+        """The module of the innermost function in one of the folders."""
         while frame:
             file = Path(frame.f_code.co_filename)
-            if file.is_relative_to(SERVING):
-                return str(file.relative_to(SERVING).with_suffix(""))
+            for folder in folders:
+                if file.is_relative_to(folder):
+                    return str(file.relative_to(folder).with_suffix(""))
             frame = frame.f_back
         return None
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(str(SERVING)):
+        if event != "call" or not frame.f_code.co_filename.startswith(names):
             return
         if frame.f_code.co_code[frame.f_lasti + 1]:  # RESUME's argument: the function resumes
             return
