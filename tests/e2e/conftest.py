@@ -49,10 +49,28 @@ def _as_ctrl_c(*_: object) -> None:
 signal.signal(signal.SIGTERM, _as_ctrl_c)
 _session = contextlib.ExitStack()
 _stopping: list[Future[None]] = []
+_folder: list[str] = []
+"""The folder of the warm Python that another process has started."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _folder.extend(getattr(config, "workerinput", {}).get("warm_python", ()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist's processes share one warm Python. It has to outlive each of them."""
+    node.workerinput["warm_python"] = [str(warm_python().folder)]
+
+
+def pytest_unconfigure() -> None:
+    _session.close()
 
 
 @functools.cache
 def warm_python() -> WarmPython:
+    if _folder:
+        return WarmPython(None, Path(_folder[0]))
     folder = _session.enter_context(tempfile.TemporaryDirectory(prefix="slipway-warm-"))
     return _session.enter_context(WarmPython("tests.support.harness.warm_engine", Path(folder)))
 
@@ -64,10 +82,9 @@ def _stopper() -> ThreadPoolExecutor:
 
 @pytest.fixture(scope="session", autouse=True)
 def _close_what_the_session_has() -> Iterator[None]:
-    with _session:
-        yield
-        for it in _stopping:
-            it.result()
+    yield
+    for it in _stopping:
+        it.result()
 
 
 class Warm(Forkable):

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.harness import warm
 from tests.support.harness.process import ROOT, running
 from tests.support.harness.wait import until
 from tests.support.harness.warm import NotWarm, WarmPython
@@ -156,6 +157,21 @@ def test_others_run_an_executable_that_is_forked(python):
     ordinary = [it, "-c", code]
     found = subprocess.run(ordinary, capture_output=True, check=False, timeout=60)
     assert (found.returncode, found.stdout) == (3, b"False\n")
+
+
+def test_another_process_uses_it_and_leaves_it_running(python, start, tmp_path):
+    with WarmPython(None, python.folder) as other:
+        process = start(WAIT, of=other)
+        assert said(tmp_path) == "there"
+    assert running(psutil.Process(process.pid))
+    assert start("pass").wait(60) == 0
+
+
+def test_the_cpu_time_of_a_forked_process_is_known_at_its_end(start):
+    before = warm.spent_s
+    process = start("import time\nwhile time.process_time() < 0.2: pass")
+    assert process.wait(60) == 0
+    assert 0.2 <= warm.spent_s - before < 20
 
 
 def test_modules_that_cannot_be_imported(tmp_path):

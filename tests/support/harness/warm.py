@@ -47,6 +47,12 @@ warm.run_elsewhere({address!r}, {programs!r})
 """
 
 
+spent_s = 0.0
+"""CPU time of the forked processes of this process that have ended, and of those that they have
+waited for, in seconds.
+"""
+
+
 class NotWarm(Exception):
     """A warm Python that has ended, or did not start."""
 
@@ -95,7 +101,10 @@ class Forked:
                 answer = self._answers.readline()
             self._close()
             # A warm Python that ends without an answer takes its forked processes along.
-            self.returncode = int(answer) if answer else -signal.SIGKILL
+            code, cpu_s = answer.split() if answer else (-signal.SIGKILL, 0)
+            self.returncode = int(code)
+            global spent_s
+            spent_s += float(cpu_s)
         return self.returncode
 
     def _close(self) -> None:
@@ -115,16 +124,23 @@ class Forked:
 
 
 class WarmPython:
-    """The process that forks others. It ends with this one.
+    """The process that forks others. It ends with the process that starts it; others may use it,
+    too.
 
-    prepared: the module to import, which takes most of the time. Its PROGRAMS are the first
-    arguments of the programs that forked processes may fork in turn. Every forked process calls its
-    forked() with its arguments before it runs. folder: for sockets; its path must be short.
+    prepared: the module to import, which takes most of the time; None for a warm Python that
+    another process has started. Its PROGRAMS are the first arguments of the programs that forked
+    processes may fork in turn. Every forked process calls its forked() with its arguments before it
+    runs. folder: for sockets; its path must be short.
     """
 
-    def __init__(self, prepared: str, folder: Path) -> None:
+    _process: "subprocess.Popen[bytes] | None" = None
+
+    def __init__(self, prepared: str | None, folder: Path) -> None:
+        self.folder = folder
         self._address = folder / "python"
         self._log = folder / "log"
+        if not prepared:
+            return
         command = [sys.executable, "-m", "tests.support.harness.warm"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -159,7 +175,8 @@ class WarmPython:
     def _imported(self) -> None:
         deadline = time.monotonic() + IMPORT_S
         while not self._address.exists():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            ended = self._process and self._process.poll() is not None
+            if ended or time.monotonic() > deadline:
                 raise NotWarm(self._log.read_text(errors="replace")[-2000:])
             time.sleep(0.05)
 
@@ -167,8 +184,9 @@ class WarmPython:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._process:
+            self._process.kill()
+            self._process.wait()
 
 
 def run_elsewhere(address: str, programs: Sequence[Sequence[str]]) -> None:
@@ -252,7 +270,7 @@ def _listening(address: str) -> socket.socket:
 
 
 def _executable(address: str, programs: Sequence[Sequence[str]]) -> str:
-    file = Path(address + "-client")
+    file = Path(f"{address}-client-{os.getpid()}")  # several processes use one warm Python
     values = {"root": str(ROOT), "address": address, "programs": programs}
     file.write_text(EXECUTABLE.format(python=sys.executable, **values))
     file.chmod(0o755)
@@ -260,8 +278,8 @@ def _executable(address: str, programs: Sequence[Sequence[str]]) -> str:
 
 
 def _fork_for_each(listener: socket.socket) -> _Request:
-    """Fork a process for each request, and answer with its number and then its exit code. Returns
-    in the forked processes only.
+    """Fork a process for each request, and answer with its number, and then with its exit code and
+    CPU time. Returns in the forked processes only.
     """
     from serving.process import end_with_parent
 
@@ -300,9 +318,10 @@ def _fork_for_each(listener: socket.socket) -> _Request:
                 selector.unregister(child.ended)
                 with contextlib.suppress(KeyError):
                     selector.unregister(child.asked_by)
-                code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+                _, status, usage = os.wait4(child.pid, 0)
+                code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
                 with contextlib.suppress(OSError):
-                    child.asked_by.sendall(f"{code}\n".encode())
+                    child.asked_by.sendall(f"{code} {cpu_s}\n".encode())
                 child.asked_by.close()
                 os.close(child.ended)
     for child in children:
