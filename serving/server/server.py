@@ -6,6 +6,7 @@ drain loses no request that could have been answered.
 import asyncio
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -51,6 +52,8 @@ from serving.server.startup import Runtime, start
 
 log = logging.getLogger(__name__)
 
+KILLED_S = 1.0
+"""Maximum wait for each killed process of the engine, in seconds."""
 WATCH_S = 0.25
 """Seconds between two checks of the engine."""
 BLAMED_S = 60.0
@@ -104,6 +107,8 @@ def serve(deployment: Deployment, warm: bool = False, orders: socket.socket | No
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # the process is already ending
             process.kill(psutil.Process().children(recursive=True))
+            for it in multiprocessing.active_children():  # memory and devices are free after it
+                it.join(KILLED_S)
 
 
 class Server:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -482,14 +482,22 @@ def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
 
     class OfSteps(Asked):
         async def step(self, step: Any) -> None:
-            self.events += steps.step(step)
+            self.events.append(rendered(step))
 
         def write_step(self, step: Any) -> None:
             self.written += 1
-            self.events += steps.step(step)
+            self.events.append(rendered(step))
 
     call = lmi.parse(json.dumps(body).encode())
     steps: Any = None
+
+    def rendered(step: Step) -> bytes:
+        lines: list[bytes] = []
+        steps.step(step, before=b"", after=b"\n", write=lines.append)
+        return b"".join(lines)
+
+    def read(lines: Iterable[bytes]) -> list[Any]:
+        return [json.loads(line) for line in b"".join(lines).splitlines()]
 
     async def lines(engine: Any, direct: bool) -> list[Any]:
         nonlocal steps
@@ -500,12 +508,11 @@ def test_a_stream_of_steps_has_the_tokens_of_vllms(run, more):
                 break
             await one.of(engine, steps=True)
             if one.written or "stop" in more:  # texts with a stop are held back
-                return [json.loads(line) for line in one.events]
+                return read(one.events)
         assert not direct, "no step was written at once"
         _, _, events = await one.of_app(app_of(engine))
         chunks = [json.loads(it.removeprefix(b"data: ")) for it in events if b"{" in it]
-        lines = [steps.step(step(it)) for chunk in chunks for it in chunk["choices"]]
-        return [json.loads(line) for line in itertools.chain(*lines)]
+        return read(rendered(step(it)) for chunk in chunks for it in chunk["choices"])
 
     async def both(engine: Any) -> None:
         ours, vllms = [await lines(engine, direct) for direct in (True, False)]

@@ -104,12 +104,15 @@ def test_sigterm_under_load_loses_nothing(served):
             until(lambda: served.client.get("/ping").status_code != 200)
             assert served.client.get("/ping").json()["status"] == "draining"
             assert served.invoke({"inputs": "late"}).status_code == 503
+        engines = served.children("VLLM::EngineCore")
         for answer in wholes:
             assert answer.result().json()["usage"]["completion_tokens"] == TOKENS
         for told in streams:
             assert len(told.result()) == TOKENS
             assert told.result()[-1]["generated_text"]
     assert served.process.wait(STOP_S) == 0
+    assert engines
+    assert not any(it.is_running() for it in engines)  # the server has waited for their ends
     assert served.left_behind() == []
     last = last_line(served.log)
     assert (last["message"], last["stage"]) == ("stopped", "draining")

@@ -93,6 +93,7 @@ def packed(store, name):
             archive.add(path.resolve(), path.name)
 
 
+@pytest.mark.nightly
 def test_boto3_names_target_models_and_sagemaker_unloads_one_for_another(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPWAY_PYTHON", sys.executable)  # as scripts/sagemaker sets it
     for name in ("x", "y"):
