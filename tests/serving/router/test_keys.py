@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys at the router, and the callers' identities that replicas get."""
 
+import asyncio
+
 import pytest
 
 from serving.access.caller import Caller
@@ -201,7 +203,11 @@ async def test_what_is_signed_for_one_server_is_worth_nothing_at_another(options
 
         async def relays(reader, writer):
             """Passes requests on to the server, and keeps the signed identities."""
-            asked = await _read(reader)
+            try:
+                asked = await _read(reader)
+            except asyncio.IncompleteReadError:  # the router may close a connection unused
+                writer.close()
+                return
             assert asked
             if token := sent(asked).get("x-slipway-identity"):
                 taken[asked.target] = token
