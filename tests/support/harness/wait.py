@@ -1,31 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting until a condition holds."""
+"""Waiting until a condition holds.
+
+A look may cost a request. So the pause between two looks grows with the wait, to a twentieth of it.
+"""
 
 import asyncio
 import inspect
 import time
 from collections.abc import Callable
 
+LONGEST_S = 0.5
+"""Longest pause between two looks, in seconds."""
+
 
 def until(holds: Callable[..., object], seconds: float = 240, every: float = 0.05) -> None:
     """Raises TimeoutError, after longer than a busy machine takes for anything that tests await."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not holds():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > seconds:
             raise TimeoutError(f"not within {seconds:g} s")
-        time.sleep(every)
+        time.sleep(max(every, min(waited / 20, LONGEST_S)))
 
 
 async def until_async(
     holds: Callable[..., object], seconds: float = 240, every: float = 0.005
 ) -> None:
     """The same for coroutines. holds: may be a coroutine function. Raises TimeoutError."""
+    began = time.monotonic()
     async with asyncio.timeout(seconds):
         while True:
             found = holds()
             if await found if inspect.isawaitable(found) else found:
                 return
-            await asyncio.sleep(every)
+            waited = time.monotonic() - began
+            await asyncio.sleep(max(every, min(waited / 20, LONGEST_S)))
 
 
 async def turns(count: int = 20) -> None:
