@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Scope
 
 from handlers import openai, payloads
 from handlers.custom import RAW
@@ -19,7 +18,6 @@ from serving.api.engine_paths import answer_path
 from serving.api.request_lists import answer_lines, answer_list
 from serving.api.sessions import Sessions
 from serving.errors import BadRequest, InternalFunction
-from serving.http.bodies import header
 from serving.inference.content.fields import RequestFields, bad_request
 from serving.inference.custom_handler import is_handled
 from serving.inference.pipeline import Pipeline
@@ -64,7 +62,7 @@ class Invocations:
             await self._run(client, pipeline)
 
         async with pipeline.admit(call) as client:
-            if header(call.scope, HANDLER):
+            if client.headers.get(HANDLER):
                 raise InternalFunction(
                     "the header `handler` names a function of the server's; leave it out"
                 )
@@ -94,8 +92,8 @@ class Invocations:
 
     async def _run(self, client: ClientRequest, pipeline: Pipeline) -> None:
         """Let the engine answer one request, several lines, or a list with several adapters."""
-        kind = header(client.scope, b"content-type").decode("latin-1")
-        route = self._route(client.scope)
+        kind = client.headers.get(b"content-type", b"").decode("latin-1")
+        route = self._route(client)
         form = pipeline.engine.hears and kind.lower().startswith(CONTENT_TYPE)
         if route in AUDIO_PATHS or (form and not route):
             await answer_path(client, route or TRANSCRIPTIONS, pipeline)
@@ -120,18 +118,18 @@ class Invocations:
         request = inference_request(
             *(client, pipeline.adapters),
             adapter=named,
-            framing=SSE if route else self._framing(client.scope),
+            framing=SSE if route else self._framing(client),
             parse=openai.on(route) if route else None,
             content_type=kind,
             raw=raw,
         )
         await pipeline.run(request)
 
-    def _route(self, scope: Scope) -> str | None:
+    def _route(self, client: ClientRequest) -> str | None:
         """Return the engine's path that the request's custom attributes ask for, or None. Clients
         of AWS's vLLM image use them. Raises BadRequest for any other path.
         """
-        attributes = header(scope, CUSTOM_ATTRIBUTES).decode("latin-1")
+        attributes = client.headers.get(CUSTOM_ATTRIBUTES, b"").decode("latin-1")
         for attribute in re.split("[,;]", attributes):
             attribute = attribute.strip()
             if not attribute.startswith(CUSTOM_ROUTE):
@@ -147,8 +145,8 @@ class Invocations:
             return path
         return None
 
-    def _framing(self, scope: Scope) -> Framing:
-        accept = header(scope, b"accept")
+    def _framing(self, client: ClientRequest) -> Framing:
+        accept = client.headers.get(b"accept", b"")
         if accept in (b"", b"*/*"):
             accept = self._default_accept
         return SSE if b"text/event-stream" in accept else JSON_LINES
@@ -156,7 +154,7 @@ class Invocations:
 
 async def _requests(client: ClientRequest) -> Iterator[bytes]:
     """Return the JSON requests in a body of any content type. Raises BadRequest."""
-    body, kind = client.body, header(client.scope, b"content-type").decode("latin-1")
+    body, kind = client.body, client.headers.get(b"content-type", b"").decode("latin-1")
     try:
         if len(body) > _AT_ONCE and kind.lower().startswith("text/csv"):
             with client.admitted.raising():

@@ -6,7 +6,6 @@ from starlette.types import Message
 
 from serving.api.session_store import SessionStore
 from serving.errors import BadRequest
-from serving.http.bodies import header
 from serving.inference.pipeline import Pipeline
 from serving.inference.request import ClientRequest
 from serving.protocol import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, shown
@@ -40,7 +39,7 @@ class Sessions:
             session, value = await store.create(tenant)
             answer, headers = f"Session {session} created", dict.fromkeys(_NEW_SESSION, value)
         elif command == "CLOSE":
-            session = header(client.scope, SESSION_ID).decode("latin-1")
+            session = client.headers.get(SESSION_ID, b"").decode("latin-1")
             if not session:
                 raise BadRequest(f"{_NEW_SESSION[0]} should name the session to close")
             await store.close(session, tenant)
@@ -55,7 +54,7 @@ class Sessions:
         """Check the session that a request names, and record its answer. If the request asks for a
         new session, a successful answer begins it.
         """
-        name, store = header(client.scope, SESSION_ID).decode("latin-1"), self._store
+        name, store = client.headers.get(SESSION_ID, b"").decode("latin-1"), self._store
         if not name or not store:
             return
         tenant = pipeline.tenant(client)

@@ -15,7 +15,6 @@ from prometheus_client import Counter
 from starlette.types import Message, Receive, Send
 
 from serving.aio import in_thread
-from serving.http.bodies import header
 from serving.inference.request import ClientRequest
 from serving.kv_cache.salt import Tenants
 from serving.protocol import ADAPTER_ID, INFERENCE_ID, SESSION_ID
@@ -43,19 +42,19 @@ async def shared_key(client: ClientRequest, tenants: Tenants) -> Hashable:
     A stream is not shared, because its events are not kept after they were sent. Raises BadRequest
     if the request names several tenants.
     """
-    scope, body = client.scope, client.body
-    if header(scope, SESSION_ID) == b"NEW_SESSION":
+    scope, headers, body = client.scope, client.headers, client.body
+    if headers.get(SESSION_ID) == b"NEW_SESSION":
         return None
-    if b'"stream"' in body and header(scope, b"content-type").lower().startswith(_FORM):
+    if b'"stream"' in body and headers.get(b"content-type", b"").lower().startswith(_FORM):
         return None  # whether the form wants a stream is not worth parsing it twice
     if b'"stream"' in body and (fields := client.fields_of_json) and fields.streamed:
         return None
     names = (INFERENCE_ID, ADAPTER_ID, SESSION_ID, b"accept", b"content-type")
     tenant = tenants.tenant(client.record.caller, scope["headers"])
-    headers = (tenant, *(header(scope, name) for name in names))
+    chosen = (tenant, *map(headers.get, names))
     # The digest of a long body is computed in a thread, so that the event loop goes on.
     digest = await in_thread(_digest, body) if len(body) > _AT_ONCE else _digest(body)
-    return scope["path"], scope["query_string"], headers, digest
+    return scope["path"], scope["query_string"], chosen, digest
 
 
 def _digest(body: bytes) -> bytes:

@@ -14,7 +14,6 @@ from serving.cache_hints.hints import Hints
 from serving.cache_hints.intent import NO_INTENT, READ_HERE, CacheIntent
 from serving.engine.base import Call
 from serving.errors import NotFound
-from serving.http.bodies import header
 from serving.inference.content import media
 from serving.inference.prepared import Prepared
 from serving.inference.request import InferenceRequest
@@ -88,13 +87,13 @@ def engine_call(
     request: InferenceRequest, prepared: Prepared, isolated: Isolated, trace: Mapping[str, str]
 ) -> Call:
     """Return the engine's call. trace: the headers of the trace context."""
-    scope, form = request.client.scope, request.form
+    form = request.form
     return Call(
         prepared.path,
         isolated.body,
         prepared.size,
         request.cancellation,
-        header(scope, protocol.REQUEST_ID).decode("latin-1"),
+        request.client.headers.get(protocol.REQUEST_ID, b"").decode("latin-1"),
         file=form.file if form else None,
         is_json=_is_json(request, prepared.path),
         adapter=isolated.adapter,
@@ -126,7 +125,7 @@ def _intent(
     sent = client.scope["headers"]
     intent = hints.of(sent, keys, request.body, tenant, low=low, order=order)
     answered = client.record.headers
-    if header(client.scope, protocol.CACHE) and protocol.CACHE not in dict(answered):
+    if client.headers.get(protocol.CACHE) and protocol.CACHE not in dict(answered):
         answered.append((protocol.CACHE, intent.told.encode()))
     return intent
 
@@ -169,6 +168,6 @@ def _priority(request: InferenceRequest, settings: Settings) -> int | None:
 
 def _is_json(request: InferenceRequest, path: str) -> bool:
     """Whether the body is JSON. On /invocations every body is JSON, with any content type."""
-    scope = request.client.scope
-    kind = header(scope, b"content-type").partition(b";")[0].strip().lower()
-    return path != scope["path"] or kind == b"application/json"
+    client = request.client
+    kind = client.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return path != client.scope["path"] or kind == b"application/json"

@@ -26,7 +26,7 @@ from serving.cache_hints.intent import CacheIntent
 from serving.engine.base import Engine, Usage
 from serving.engine.no_engine import MESSAGE as NO_ENGINE
 from serving.errors import BadRequest, NotFound, NotReady, Shed
-from serving.http.bodies import Answer, Bodies, header
+from serving.http.bodies import Answer, Bodies
 from serving.inference.admission import Admission
 from serving.inference.coalescing import Coalescer, shared_key
 from serving.inference.content.fields import bad_request
@@ -176,7 +176,7 @@ class Pipeline:
         """Answer a request, or send the answer of an equal request in flight."""
         admitted, key = client.admitted, None
         prefill = client.record.caller.phase == "prefill"  # its answer is not shared
-        if not prefill and 0 < len(header(client.scope, protocol.INFERENCE_ID)) <= 64:
+        if not prefill and 0 < len(client.headers.get(protocol.INFERENCE_ID, b"")) <= 64:
             with admitted.raising():
                 key = await shared_key(client, self._tenants)
         if not key:
@@ -200,7 +200,7 @@ class Pipeline:
         """
         if not self.engine.hears:
             raise NotFound(f"the model does not answer {path}")
-        kind = header(client.scope, b"content-type").decode("latin-1")
+        kind = client.headers.get(b"content-type", b"").decode("latin-1")
         try:
             with client.admitted.raising():
                 return await in_thread(multipart.parse, client.body, kind)

@@ -13,11 +13,11 @@ from handlers.records import EngineCall, FormatError, Reply, StepReply
 from lmi_config.options.declared import Settings
 from lmi_config.plan import kv_tiers
 from serving import protocol
+from serving.access.caller import Phase
 from serving.aio import in_thread
 from serving.engine.base import HANDED_OVER, Engine
 from serving.engine.speech import sound
 from serving.errors import BadRequest
-from serving.http.bodies import header
 from serving.inference.content import checks, media
 from serving.inference.content.fields import (
     RequestFields,
@@ -114,9 +114,10 @@ async def prepare(
         body, parts = await _with_media(form, settings)
     if constraint:
         body = with_structured_outputs(body, constraint)
-    alone = _prompt_alone(path) if request.phase == "prefill" else {}
-    transfer = _transfer(request, path, sequences, settings)
-    rendering = _rendering(request, form, formatters)
+    phase = request.client.record.caller.phase
+    alone = _prompt_alone(path) if phase == "prefill" else {}
+    transfer = _transfer(request, phase, path, sequences, settings)
+    rendering = _rendering(request, phase, form, formatters)
     return Prepared(
         *(path, body | alone, len(sent), given, found, parts, sequences),
         *(transfer, rendering),
@@ -154,7 +155,7 @@ def _parsed(
     given.require_few_prompts()
     parse = request.parse or given.parser(
         formats(engine.embeds, settings.normalize, engine.classifies),
-        anthropic=bool(header(request.client.scope, protocol.ANTHROPIC_VERSION)),
+        anthropic=bool(request.client.headers.get(protocol.ANTHROPIC_VERSION)),
     )
     try:
         form = parse(body)
@@ -228,21 +229,23 @@ def _prompt_alone(path: str) -> dict[str, Any]:
 
 
 def _transfer(
-    request: InferenceRequest, path: str, sequences: int, settings: Settings
+    request: InferenceRequest, phase: Phase, path: str, sequences: int, settings: Settings
 ) -> Mapping[str, object] | None:
     """Return the engine's parameters for the prompt's KV, if two servers share the request. Raises
     BadRequest.
     """
-    if request.phase == "prefill" and kv_tiers.transfers(settings):
+    if phase == "prefill" and kv_tiers.transfers(settings):
         return kv_transfer.offered(sequences)
-    if request.phase == "decode" and path in PROMPT_ALONE:
+    if phase == "decode" and path in PROMPT_ALONE:
         return (request.transfer if sequences == 1 else None) or {HANDED_OVER: True}
     return None
 
 
-def _rendering(request: InferenceRequest, form: EngineCall, formatters: Formatters) -> Rendering:
+def _rendering(
+    request: InferenceRequest, phase: Phase, form: EngineCall, formatters: Formatters
+) -> Rendering:
     framing = NAMED_EVENTS if form.path in protocol.AGENTS_PATHS else request.framing
-    if request.phase == "prefill":
+    if phase == "prefill":
         return Rendering(framing, None, None, None, formatters.input is not None)
     if formatters.output:
         return Rendering(framing, None, None, formatters.output, formatted=True)

@@ -16,10 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope
 
 from handlers.multipart import Form
 from lmi_config.options.declared import Settings
-from serving.access.caller import Phase
 from serving.cancellation import Cancellation
 from serving.errors import BadRequest, ErrorShape, NotFound
-from serving.http.bodies import Answer, Writer, header
+from serving.http.bodies import Answer, Writer
 from serving.inference.admission import Admitted
 from serving.inference.content.fields import Parse, RequestFields, fields
 from serving.lora.adapter_registry import AdapterRegistry
@@ -80,6 +79,11 @@ class ClientRequest(msgspec.Struct, frozen=True, dict=True):
     transfer: Mapping[str, object] | None = None
 
     @functools.cached_property
+    def headers(self) -> Mapping[bytes, bytes]:
+        """The request's headers. The first of several with the same name counts."""
+        return dict(reversed(self.scope["headers"]))
+
+    @functools.cached_property
     def fields(self) -> RequestFields:
         """The body's fields, which are read once. Raises BadRequest."""
         return fields(self.body)
@@ -134,10 +138,6 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     form: Form | None
     transfer: Mapping[str, object] | None
 
-    @property
-    def phase(self) -> Phase:
-        return self.client.record.caller.phase
-
     def timeout(self, found: RequestFields, settings: Settings) -> int | None:
         """Return its timeout in seconds, or None without one. found: its fields as formatted."""
         if self.background:
@@ -191,9 +191,9 @@ def adapters_named(
     base model nor another version ever replaces an adapter. An adapter that the client's key may
     not use counts as unknown, so that the client does not learn that it exists.
     """
-    scope, may_use = client.scope, client.record.caller.may_use
-    in_query = _in_query(scope)
-    named: str | list[str] | None = header(scope, ADAPTER_ID).decode("latin-1") or None
+    may_use = client.record.caller.may_use
+    in_query = _in_query(client.scope)
+    named: str | list[str] | None = client.headers.get(ADAPTER_ID, b"").decode("latin-1") or None
     if not named:
         named = body.adapter_names()
         if named is None:

@@ -141,8 +141,9 @@ def check(call: RequestFields, trusted: bool) -> None:
 
     trusted: whether clients may send fields that reach the engine's internals.
     """
+    # A key that is not there is empty, and costs no call.
     for key in () if trusted else _INTERNAL:
-        if given(getattr(call, key)):
+        if (value := getattr(call, key)) and given(value):
             raise BadRequest(
                 f"{key} is not for clients; OPTION_TRUST_REQUEST_INTERNALS=true lets them send it",
                 key,
@@ -150,22 +151,28 @@ def check(call: RequestFields, trusted: bool) -> None:
     for key, longest in _LONGEST.items():
         if len(getattr(call, key)) > longest:
             raise BadRequest(f"{key} has more than {longest} bytes", key)
-    n = _number(call.n, "n", 1)
+    n = _number(call.n, "n", 1) if call.n else 1
     if n * prompts(call.prompt) > SEQUENCES:
         raise BadRequest(f"n times the prompts may be at most {SEQUENCES}", "n")
     for key in ("top_k", "stream_interval", "priority"):
-        _check_bits(getattr(call, key), key)
-    _check_bias(call.logit_bias)
-    for key in ("messages", "documents", *(() if _is_tokens(call.input) else ("input",))):
-        _check_values(getattr(call, key), key)
+        if value := getattr(call, key):
+            _check_bits(value, key)
+    if call.logit_bias:
+        _check_bias(call.logit_bias)
+    for key in ("messages", "documents", "input"):
+        if (value := getattr(call, key)) and not (key == "input" and _is_tokens(value)):
+            _check_values(value, key)
     for key in ("prompt", "input", "messages"):
-        if is_list(value := getattr(call, key)):
+        if (value := getattr(call, key)) and is_list(value):
             _check_list(bytes(value), key, _kind(bytes(value)))
-    _check_tools(call.tools)
-    if is_list(call.system) and length(call.system) > INPUTS:
+    if call.tools:
+        _check_tools(call.tools)
+    if call.system and is_list(call.system) and length(call.system) > INPUTS:
         raise BadRequest(f"system may have {INPUTS} parts", "system")
-    _check_prompt_logprobs(call, n)
-    _check_repetition(call.repetition_detection)
+    if call.prompt_logprobs or call.echo:
+        _check_prompt_logprobs(call, n)
+    if call.repetition_detection:
+        _check_repetition(call.repetition_detection)
 
 
 def check_items(call: RequestFields) -> None:
@@ -244,7 +251,7 @@ def _check_bits(value: msgspec.Raw, key: str) -> None:
 def _check_bias(value: msgspec.Raw) -> None:
     """Raise BadRequest for the first wrong value. pydantic would report each of them."""
     try:
-        _bias(value or b"null")
+        _bias(value)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise BadRequest("logit_bias should map token ids to numbers", "logit_bias") from None
 
