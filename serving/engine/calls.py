@@ -5,7 +5,7 @@ Completions and chats are answered by vLLM's client (texts/). On the other route
 serving objects answers, and the sink gets the bytes of its answer. Each call uses a separate engine
 client (CallClient), so all of vLLM's requests to the engine belong to a known call.
 
-A request of one token takes about 0.8 of plain vLLM's CPU time (docs/explanation/benchmarks.md).
+A request of one token takes about half of plain vLLM's CPU time (docs/explanation/benchmarks.md).
 """
 
 import asyncio

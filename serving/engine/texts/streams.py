@@ -2,7 +2,7 @@
 """In the server's process: a stream's tokens. Most of them are written without a turn of the event
 loop.
 
-A streamed token takes 0.5 to 0.6 of plain vLLM's CPU time (docs/explanation/benchmarks.md).
+A streamed token takes 0.4 to 0.6 of plain vLLM's CPU time (docs/explanation/benchmarks.md).
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
