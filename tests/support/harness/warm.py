@@ -124,8 +124,8 @@ class Forked:
 
 
 class WarmPython:
-    """The process that forks others. It ends with the process that starts it; others may use it,
-    too.
+    """The process that forks others. It ends with the process that starts it. Other processes
+    may also use it.
 
     prepared: the module to import, which takes most of the time; None for a warm Python that
     another process has started. Its PROGRAMS are the first arguments of the programs that forked
