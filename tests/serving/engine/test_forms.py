@@ -113,7 +113,7 @@ except ValidationError as error:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("frozen_heap")
-@pytest.mark.parametrize("size", [256 * 1024, 4 * 1024**2])
+@pytest.mark.parametrize("size", [256 * 1024, pytest.param(4 * 1024**2, marks=pytest.mark.nightly)])
 def test_no_body_holds_the_event_loop(app, size):
     """Turns are measured by the thread's own CPU time, which excludes other work on the machine.
     Bodies that checks.py refuses go no further, as in the server.
