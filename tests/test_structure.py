@@ -422,6 +422,14 @@ def test_no_scope_has_a_key_of_ours():
     assert found == set()
 
 
+def test_archives_are_read_as_the_image_can():
+    """The image has Debian 12's Python, 3.11.2. tarfile has filters since 3.11.4."""
+    for module, file in (SERVING | CONFIGURATION | TOOLS).items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "filter":
+                raise AssertionError(f"{module} has an argument filter=")
+
+
 def test_no_living_object_gets_another_class():
     """An object gets its final class when it is built, at the start."""
     found = {

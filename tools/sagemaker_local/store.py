@@ -78,7 +78,9 @@ class Store:
         else:
             source = self._locate(artifact).open("rb")
         with source, tarfile.open(fileobj=source, mode="r|gz") as members:
-            members.extractall(folder, filter="data")
+            # Python has this filter since 3.11.4; Debian 12 has 3.11.2.
+            members.extraction_filter = getattr(tarfile, "data_filter", None)
+            members.extractall(folder)
 
     def _keys(self, artifact: Artifact) -> Iterator[tuple[str, str]]:
         """Yield the keys of a prefix, each with the part after the prefix. Raises Failed."""

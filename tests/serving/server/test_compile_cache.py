@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import psutil
@@ -260,6 +261,25 @@ def test_an_archive_that_was_cut_is_told(cache, packed, aws, caplog):
     digest = hashlib.sha256(content).hexdigest()
     assert Kept(cache, LIMIT, f"s3://compiled/b.tgz#sha256={digest}").environment
     assert "cannot be unpacked" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "outside", "pipe"])
+def test_an_archive_with_more_than_files_and_folders_is_not_used(
+    cache, packed, aws, kind, tmp_path, caplog
+):
+    archive = tmp_path / "odd.tar"
+    with tarfile.open(archive, "w") as members:
+        odd = tarfile.TarInfo(f"{cache.key}/{'../../../out' if kind == 'outside' else 'odd'}")
+        odd.type = {"link": tarfile.SYMTYPE, "pipe": tarfile.FIFOTYPE}.get(kind, tarfile.REGTYPE)
+        odd.linkname = "/etc/passwd"
+        members.addfile(odd)
+    aws.client.create_bucket(Bucket="compiled")
+    aws.client.put_object(Bucket="compiled", Key="odd.tar", Body=archive.read_bytes())
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    kept = Kept(cache, LIMIT, f"s3://compiled/odd.tar#sha256={digest}")
+    assert kept.environment
+    assert "cannot be unpacked" in caplog.text
+    assert not [*cache.folder.parent.rglob("o[du][dt]")]
 
 
 def test_what_a_killed_start_has_fetched_makes_room_for_the_next(cache, source):
