@@ -116,8 +116,8 @@ async def prepare(
         body = with_structured_outputs(body, constraint)
     phase = request.client.record.caller.phase
     alone = _prompt_alone(path) if phase == "prefill" else {}
-    transfer = _transfer(request, phase, path, sequences, settings)
-    rendering = _rendering(request, phase, form, formatters)
+    transfer = _transfer(request.transfer, phase, path, sequences, settings)
+    rendering = _rendering(request.framing, phase, form, formatters)
     return Prepared(
         *(path, body | alone, len(sent), given, found, parts, sequences),
         *(transfer, rendering),
@@ -229,22 +229,27 @@ def _prompt_alone(path: str) -> dict[str, Any]:
 
 
 def _transfer(
-    request: InferenceRequest, phase: Phase, path: str, sequences: int, settings: Settings
+    source: Mapping[str, object] | None,
+    phase: Phase,
+    path: str,
+    sequences: int,
+    settings: Settings,
 ) -> Mapping[str, object] | None:
-    """Return the engine's parameters for the prompt's KV, if two servers share the request. Raises
-    BadRequest.
+    """Return the engine's parameters for the prompt's KV, if two servers share the request. source:
+    of the KV, as the request names it. Raises BadRequest.
     """
     if phase == "prefill" and kv_tiers.transfers(settings):
         return kv_transfer.offered(sequences)
     if phase == "decode" and path in PROMPT_ALONE:
-        return (request.transfer if sequences == 1 else None) or {HANDED_OVER: True}
+        return (source if sequences == 1 else None) or {HANDED_OVER: True}
     return None
 
 
 def _rendering(
-    request: InferenceRequest, phase: Phase, form: EngineCall, formatters: Formatters
+    framing: Framing, phase: Phase, form: EngineCall, formatters: Formatters
 ) -> Rendering:
-    framing = NAMED_EVENTS if form.path in protocol.AGENTS_PATHS else request.framing
+    if form.path in protocol.AGENTS_PATHS:
+        framing = NAMED_EVENTS
     if phase == "prefill":
         return Rendering(framing, None, None, None, formatters.input is not None)
     if formatters.output:

@@ -17,10 +17,9 @@ def until(holds: Callable[..., object], seconds: float = 240, every: float = 0.0
     """Raises TimeoutError, after longer than a busy machine takes for anything that tests await."""
     began = time.monotonic()
     while not holds():
-        waited = time.monotonic() - began
-        if waited > seconds:
+        if time.monotonic() - began > seconds:
             raise TimeoutError(f"not within {seconds:g} s")
-        time.sleep(max(every, min(waited / 20, LONGEST_S)))
+        time.sleep(_pause(began, every))
 
 
 async def until_async(
@@ -33,8 +32,11 @@ async def until_async(
             found = holds()
             if await found if inspect.isawaitable(found) else found:
                 return
-            waited = time.monotonic() - began
-            await asyncio.sleep(max(every, min(waited / 20, LONGEST_S)))
+            await asyncio.sleep(_pause(began, every))
+
+
+def _pause(began: float, every: float) -> float:
+    return max(every, min((time.monotonic() - began) / 20, LONGEST_S))
 
 
 async def turns(count: int = 20) -> None:
